@@ -101,6 +101,8 @@ def _rank(rank: int, world_size: int, store: str, call: bytes, timeout: float, s
     except BaseException:  # whatever ends this rank is the answer
         answer = pickle.dumps((False, traceback.format_exc()))
     sender.send_bytes(answer)
-    if pickle.loads(answer)[0]:
+    try:
         dist.barrier()
-        dist.destroy_process_group()
+    except (RuntimeError, ValueError):  # another rank failed, or this one: that is told already
+        return
+    dist.destroy_process_group()

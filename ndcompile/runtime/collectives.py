@@ -1,0 +1,278 @@
+"""The conversions between placements: each one function, named as its row of the table, right in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from ndcompile.placement import BY_NAME
+from ndcompile.runtime import private
+from ndcompile.runtime.mesh import Ranks
+
+
+def replicate(x: Tensor, axis: Ranks, *, dtype: torch.dtype | None = None) -> Tensor:
+    """I → R: nothing forward, the gradient is summed over the axis (in `dtype`)."""
+    return _convert("replicate", x, axis, dtype=dtype)
+
+
+def invariant(x: Tensor, axis: Ranks) -> Tensor:
+    """R → I: nothing forward, the gradient is kept by the first rank only."""
+    return _convert("invariant", x, axis)
+
+
+def shard(x: Tensor, axis: Ranks, dim: int, *, size: int | None = None) -> Tensor:
+    """R → S(dim): own part forward, `[…, size, …] → […, part, …]`; the gradient is padded with zeros."""
+    return _convert("shard", x, axis, dim, size=_whole(x, axis, dim, size))
+
+
+def partial(x: Tensor, axis: Ranks) -> Tensor:
+    """R → P: the first rank's tensor and zeros elsewhere, in both directions."""
+    return _convert("partial", x, axis)
+
+
+def shard_invariant(x: Tensor, axis: Ranks, dim: int, *, size: int | None = None) -> Tensor:
+    """I → S(dim): own part forward, `[…, size, …] → […, part, …]`; the gradient is gathered."""
+    return _convert("shard_invariant", x, axis, dim, size=_whole(x, axis, dim, size))
+
+
+def partial_invariant(x: Tensor, axis: Ranks) -> Tensor:
+    """I → P: the first rank's tensor and zeros elsewhere; nothing on the gradient."""
+    return _convert("partial_invariant", x, axis)
+
+
+def all_gather(
+    x: Tensor, axis: Ranks, dim: int, *, size: int | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """S(dim) → R: `[…, part, …] → […, size, …]`; the gradient is reduce-scattered (in `dtype`)."""
+    return _convert("all_gather", x, axis, dim, size=size, dtype=dtype)
+
+
+def all_gather_invariant(x: Tensor, axis: Ranks, dim: int, *, size: int | None = None) -> Tensor:
+    """S(dim) → I: `[…, part, …] → […, size, …]`; the gradient's own part, without communication."""
+    return _convert("all_gather_invariant", x, axis, dim, size=size)
+
+
+def all_to_all(x: Tensor, axis: Ranks, source: int, target: int, *, size: int | None = None) -> Tensor:
+    """S(source) → S(target), in both directions; `size` is the whole size of dim `source`.
+
+    `[…, part of size, …, whole, …] → […, size, …, part of whole, …]`
+    """
+    other = x.shape[target] if x.shape[target] % axis.size else None
+    return _convert("all_to_all", x, axis, source, target=target, size=size, other=other)
+
+
+def pad(x: Tensor, axis: Ranks, dim: int, *, size: int | None = None) -> Tensor:
+    """S(dim) → P: own part among zeros, `[…, part, …] → […, size, …]`; the gradient's own part."""
+    return _convert("pad", x, axis, dim, size=size)
+
+
+def all_reduce(x: Tensor, axis: Ranks, op: str = "sum", *, dtype: torch.dtype | None = None) -> Tensor:
+    """P(op) → R: reduced over the axis, and so is the gradient; max and min carry no gradient."""
+    return _reduce("all_reduce", x, axis, op, dtype)
+
+
+def all_reduce_invariant(x: Tensor, axis: Ranks, op: str = "sum", *, dtype: torch.dtype | None = None) -> Tensor:
+    """P(op) → I: reduced over the axis; nothing on the gradient; max and min carry none."""
+    return _reduce("all_reduce_invariant", x, axis, op, dtype)
+
+
+def reduce_scatter(
+    x: Tensor, axis: Ranks, dim: int, *, size: int | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """P → S(dim): summed, own part kept, `[…, size, …] → […, part, …]`; the gradient is gathered."""
+    return _convert("reduce_scatter", x, axis, dim, size=_whole(x, axis, dim, size), dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Along:
+    """What a primitive needs to know: the ranks, the dim (and `target`), its whole size where uneven, the dtype."""
+
+    group: str
+    ranks: int
+    index: int
+    dim: int
+    target: int
+    size: int | None
+    other: int | None
+    op: str
+    dtype: torch.dtype | None
+
+    @property
+    def axis(self) -> Ranks:
+        return Ranks(self.group, self.ranks, self.index, self.group)
+
+
+def _convert(
+    name: str,
+    x: Tensor,
+    axis: Ranks,
+    dim: int = 0,
+    *,
+    target: int = 0,
+    size: int | None = None,
+    other: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    if axis.size == 1:
+        return x
+    row = BY_NAME[name]
+    dims = max(x.dim(), 1)
+    return Convert.apply(
+        x, row.forward, row.backward, axis.group, axis.size, axis.index, dim % dims, target % dims, size, other, dtype
+    )
+
+
+def _reduce(name: str, x: Tensor, axis: Ranks, op: str, dtype: torch.dtype | None) -> Tensor:
+    if op == "sum":
+        return _convert(name, x, axis, dtype=dtype)
+    if op not in ("max", "min"):
+        raise ValueError(f"cannot reduce by '{op}' on axis '{axis.name}'\n  try  sum, max or min")
+    x = x.detach()
+    if axis.size == 1:
+        return x
+    return _all_reduce(x, Along(axis.group, axis.size, axis.index, 0, 0, None, None, op, dtype))
+
+
+def _whole(x: Tensor, axis: Ranks, dim: int, size: int | None) -> int | None:
+    """`size`, after a check that dim `dim` of `x` has it, or divides by the axis where none is given."""
+    if size is None and x.shape[dim] % axis.size:
+        raise ValueError(
+            f"dim {dim} of a tensor {tuple(x.shape)} does not divide by the {axis.size} ranks of '{axis.name}'\n"
+            f"  why  without a size, equal parts are meant\n"
+            f"  try  size={x.shape[dim]}, for parts as torch.chunk makes them"
+        )
+    if size is not None and x.shape[dim] != size:
+        raise ValueError(f"dim {dim} of a tensor {tuple(x.shape)} has size {x.shape[dim]}, but size={size} was given")
+    return size
+
+
+class Convert(torch.autograd.Function):
+    """A primitive on the value forward, and one on its gradient backward."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        forward: str,
+        backward: str,
+        group: str,
+        ranks: int,
+        index: int,
+        dim: int,
+        target: int,
+        size: int | None,
+        other: int | None,
+        dtype: torch.dtype | None,
+    ) -> Tensor:
+        ctx.primitive = backward
+        ctx.place = (group, ranks, index)
+        ctx.dims = (target, dim, other, size) if backward == "all_to_all" else (dim, target, size, other)
+        ctx.dtype = dtype
+        return PRIMITIVES[forward](x, Along(group, ranks, index, dim, target, size, other, "sum", dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        along = Along(*ctx.place, *ctx.dims, "sum", ctx.dtype)
+        return PRIMITIVES[ctx.primitive](gradient, along), *(None,) * 10
+
+
+def _identity(x: Tensor, along: Along) -> Tensor:
+    return x.view_as(x)
+
+
+def _first(x: Tensor, along: Along) -> Tensor:
+    return x.view_as(x) if along.index == 0 else torch.zeros_like(x)
+
+
+def _chunk(x: Tensor, along: Along) -> Tensor:
+    if along.size is None:
+        part = x.shape[along.dim] // along.ranks
+        return x.narrow(along.dim, along.index * part, part)
+    return x.narrow(along.dim, along.axis.start(along.size), along.axis.part(along.size))
+
+
+def _pad(x: Tensor, along: Along) -> Tensor:
+    part = x.shape[along.dim]
+    before = along.index * part if along.size is None else along.axis.start(along.size)
+    whole = along.ranks * part if along.size is None else along.size
+    return torch.cat(
+        (_zeros(x, along.dim, before), x, _zeros(x, along.dim, whole - before - part)), along.dim
+    )
+
+
+def _all_reduce(x: Tensor, along: Along) -> Tensor:
+    y = _cast(x, along.dtype).contiguous()
+    return private.wait(private.start_all_reduce(y, along.op, along.group)).to(x.dtype)
+
+
+def _all_gather(x: Tensor, along: Along) -> Tensor:
+    x = _lengthen(x, along.dim, _step(along.size, along.ranks))
+    y = private.wait(private.start_all_gather(x.contiguous(), along.ranks, along.group))
+    y = _join(y.unflatten(0, (along.ranks, x.shape[0])), along.dim)
+    return y if along.size is None else y.narrow(along.dim, 0, along.size)
+
+
+def _reduce_scatter(x: Tensor, along: Along) -> Tensor:
+    y = _split(_cast(x, along.dtype), along.dim, along.ranks, along.size)
+    y = private.wait(private.start_reduce_scatter(y.flatten(0, 1), along.ranks, along.group)).to(x.dtype)
+    return y if along.size is None else y.narrow(along.dim, 0, along.axis.part(along.size))
+
+
+def _all_to_all(x: Tensor, along: Along) -> Tensor:
+    x = _lengthen(x, along.dim, _step(along.size, along.ranks))
+    x = _split(x, along.target, along.ranks, along.other)
+    y = private.wait(private.start_all_to_all(x.flatten(0, 1), along.ranks, along.group))
+    y = _join(y.unflatten(0, x.shape[:2]), along.dim)
+    if along.size is not None:
+        y = y.narrow(along.dim, 0, along.size)
+    return y if along.other is None else y.narrow(along.target, 0, along.axis.part(along.other))
+
+
+PRIMITIVES: dict[str, Callable[[Tensor, Along], Tensor]] = {
+    "identity": _identity,
+    "first": _first,
+    "chunk": _chunk,
+    "pad": _pad,
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+"""What a side of a conversion does to a tensor, by the name that the table gives it."""
+
+
+def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x if dtype is None else x.to(dtype)
+
+
+def _step(size: int | None, ranks: int) -> int | None:
+    """The length of the first rank's part of an uneven dim, to which all are padded."""
+    return None if size is None else -(-size // ranks)
+
+
+def _zeros(x: Tensor, dim: int, length: int) -> Tensor:
+    return x.new_zeros((*x.shape[:dim], length, *x.shape[dim + 1 :]))
+
+
+def _lengthen(x: Tensor, dim: int, length: int | None) -> Tensor:
+    """`x` with zeros at the end of `dim`, up to `length`."""
+    if length is None or x.shape[dim] == length:
+        return x
+    return torch.cat((x, _zeros(x, dim, length - x.shape[dim])), dim)
+
+
+def _split(x: Tensor, dim: int, ranks: int, size: int | None) -> Tensor:
+    """`[…, ranks · n, …] → [ranks, …, n, …]`, contiguous: one block for each rank."""
+    if size is not None:
+        x = _lengthen(x, dim, ranks * -(-size // ranks))
+    return x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).contiguous()
+
+
+def _join(x: Tensor, dim: int) -> Tensor:
+    """`[ranks, …, n, …] → […, ranks · n, …]`."""
+    return x.movedim(0, dim).flatten(dim, dim + 1)

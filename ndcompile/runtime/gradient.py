@@ -1,0 +1,23 @@
+"""Changes of a gradient on its way back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """`x` itself forward; its gradient times `factor` backward."""
+    return _ScaleGradient.apply(x, factor)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None

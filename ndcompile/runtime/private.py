@@ -1,0 +1,72 @@
+"""Every private torch API that ndcompile uses, behind small functions: the one file to look at when torch moves."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_ops = torch.ops._c10d_functional
+
+
+def wait(x: Tensor) -> Tensor:
+    """The finished result of a collective that was started: the same tensor, or a functional copy when traced."""
+    return _ops.wait_tensor(x)
+
+
+def start_all_reduce(x: Tensor, op: str, group: str) -> Tensor:
+    """Start the reduction of `x` by `op` (sum, max, min) over a group; a new tensor that `wait` makes readable."""
+    return _ops.all_reduce(x, op, group)
+
+
+def start_all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
+    """Start the gather `[n, …] → [ranks · n, …]`, in rank order along dim 0."""
+    return _ops.all_gather_into_tensor(x, ranks, group)
+
+
+def start_reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
+    """Start the sum of `x` over a group, of which this rank keeps its part: `[ranks · n, …] → [n, …]`."""
+    return _ops.reduce_scatter_tensor(x, "sum", ranks, group)
+
+
+def start_all_to_all(x: Tensor, ranks: int, group: str) -> Tensor:
+    """Start the exchange of equal parts of dim 0: part `j` goes to rank `j`; `[ranks · n, …] → [ranks · n, …]`."""
+    parts = [x.shape[0] // ranks] * ranks
+    return _ops.all_to_all_single(x, parts, parts, group)
+
+
+def is_distributed(x: Tensor) -> bool:
+    """Whether `x` is a DTensor."""
+    return hasattr(x, "_local_tensor") and hasattr(x, "_spec")
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's tensor of a DTensor, without dispatch and without autograd; a plain tensor is its own, detached."""
+    return x._local_tensor.detach() if is_distributed(x) else x.detach()
+
+
+def distributed_like(x: Tensor, like: Tensor) -> Tensor:
+    """Local tensor `x` as a DTensor with the mesh, placements, global shape and stride of the DTensor `like`."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor), "a gradient can only be laid out like a DTensor"
+    return DTensor.from_local(
+        x, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def version(x: Tensor) -> int:
+    """The number of in-place changes of a tensor so far; of a DTensor, of its local tensor."""
+    return x._local_tensor._version if is_distributed(x) else x._version
+
+
+def strided_shard(dim: int, parts: int) -> object:
+    """The placement of a mesh axis that shards each of the `parts` that a later axis makes of `dim` (that one is major)."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=parts)
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name by which functional collectives find a group."""
+    return group.group_name

@@ -1,0 +1,105 @@
+"""Random numbers by hashing (key, site, global index): the same on every torch version, device and mesh.
+
+The mixing is the finaliser of splitmix64 (Steele, Lea and Flood, 2014) in int64 arithmetic that wraps around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ndcompile.runtime.mesh import Ranks
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND = 0x94D049BB133111EB - (1 << 64)
+_BITS = 53
+
+
+def draw_key(device: torch.device | str = "cpu") -> Tensor:
+    """A new key, an int64 scalar on `device`, from rank 0's default CPU generator; every rank's generator advances."""
+    key = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64).to(device)
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast(key, src=0)
+    return key
+
+
+def fold(key: Tensor, data: int) -> Tensor:
+    """A key that depends on `key` and a number (a layer, a site); different numbers give unrelated keys."""
+    return _mix(_mix(key + _GOLDEN) + data)
+
+
+def uniform_bits(
+    shape: Sequence[int],
+    key: Tensor,
+    site: int,
+    shards: Mapping[int, Ranks] | None = None,
+    sizes: Mapping[int, int] | None = None,
+) -> Tensor:
+    """Uniform integers in [0, 2⁵³), int64 `[*shape]`, each a function of (key, site, its index in the global tensor).
+
+    `shards` says over which ranks a dim is sharded: in equal parts, or those of a whole `sizes[dim]`.
+    """
+    index = _global_index(shape, shards or {}, sizes or {}, key.device)
+    return _shift(_mix(fold(key, site) + (index + 1) * _GOLDEN), 64 - _BITS)
+
+
+def keep_mask(
+    shape: Sequence[int],
+    p: float,
+    key: Tensor,
+    site: int,
+    shards: Mapping[int, Ranks] | None = None,
+    sizes: Mapping[int, int] | None = None,
+) -> Tensor:
+    """Which elements dropout keeps, bool `[*shape]`: each with probability `1 − p`."""
+    return uniform_bits(shape, key, site, shards, sizes) >= int(p * 2**_BITS)
+
+
+def dropout(
+    x: Tensor,
+    p: float,
+    key: Tensor,
+    site: int,
+    shards: Mapping[int, Ranks] | None = None,
+    sizes: Mapping[int, int] | None = None,
+) -> Tensor:
+    """`x` with elements dropped with probability `p` and the rest scaled by `1 / (1 − p)`; shapes as in `uniform_bits`."""
+    if p == 0:
+        return x
+    if p == 1:
+        return x * 0
+    keep = keep_mask(x.shape, p, key, site, shards, sizes)
+    return torch.where(keep, x * (1 / (1 - p)), 0)
+
+
+def _global_index(
+    shape: Sequence[int], shards: Mapping[int, Ranks], sizes: Mapping[int, int], device: torch.device
+) -> Tensor:
+    """The row-major index in the global tensor of each element of this rank's part."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for dim, length in enumerate(shape):
+        start, whole = 0, length
+        axis = shards.get(dim)
+        if axis is not None and dim in sizes:
+            start, whole = axis.start(sizes[dim]), sizes[dim]
+        elif axis is not None:
+            start, whole = axis.index * length, axis.size * length
+        place = torch.arange(length, dtype=torch.int64, device=device) + start
+        index = index.unsqueeze(-1) * whole + place
+    return index
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of int64 in which each bit of the input flips each bit of the output with probability one half."""
+    x = (x ^ _shift(x, 30)) * _FIRST
+    x = (x ^ _shift(x, 27)) * _SECOND
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """The unsigned shift to the right, which torch lacks for int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
