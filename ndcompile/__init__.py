@@ -1,0 +1,66 @@
+"""ndcompile: write a model for one device, declare a mesh, get a readable module that runs on the mesh.
+
+The public names load on first use, so that emitted code, which imports only `ndcompile.runtime`, loads no compiler.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ndcompile.api import compile, load, parallelize
+    from ndcompile.bind import ParallelModule
+    from ndcompile.errors import CompileError
+    from ndcompile.mesh import MeshSpec
+    from ndcompile.placement import I, Layout, P, R, S
+    from ndcompile.program import Precision, Program
+    from ndcompile.rules import register_rule
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "compile": "api",
+    "load": "api",
+    "parallelize": "api",
+    "ParallelModule": "bind",
+    "CompileError": "errors",
+    "MeshSpec": "mesh",
+    "I": "placement",
+    "Layout": "placement",
+    "P": "placement",
+    "R": "placement",
+    "S": "placement",
+    "Precision": "program",
+    "Program": "program",
+    "register_rule": "rules",
+}
+
+__all__ = [
+    "CompileError",
+    "I",
+    "Layout",
+    "MeshSpec",
+    "P",
+    "ParallelModule",
+    "Precision",
+    "Program",
+    "R",
+    "S",
+    "compile",
+    "load",
+    "parallelize",
+    "register_rule",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ndcompile' has no attribute {name!r}")
+    value = getattr(import_module(f"ndcompile.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,87 @@
+"""The command line: `ndcompile demo` and `ndcompile inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+import ndcompile as nd
+from ndcompile.demo import run as demonstration
+from ndcompile.demo.processes import RankFailed
+from ndcompile.demo.train import PRECISIONS, Settings
+from ndcompile.errors import CompileError
+from ndcompile.mesh import MeshError
+from ndcompile.models import load_model
+from ndcompile.tables import collectives_table, parameters_table, source_view
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=nd.__doc__)
+console = Console()
+errors = Console(stderr=True)
+
+Mesh = Annotated[str, typer.Option(help="Axes and sizes, for example 'dp_shard=2, tp=2'.")]
+
+
+@app.command()
+def demo(
+    mesh: Mesh = "dp_shard=2, tp=2",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 20,
+    float64: Annotated[bool, typer.Option("--float64", help="Compute in float64, where the bar is 1e-10.")] = False,
+    precision: Annotated[str, typer.Option(help=" or ".join(PRECISIONS))] = "float32",
+    dropout: Annotated[float, typer.Option(min=0.0, max=0.9)] = 0.0,
+    out: Annotated[Path, typer.Option(help="Where the emitted source is written.")] = Path("ndcompile_demo.py"),
+) -> None:
+    """Train a small language model on one device and on a mesh of local processes, and compare them.
+
+    The text is the source of Python's own standard library. Exit status 1 if the gradients differ by more than
+    1e-10 in float64, or 1e-5 in float32.
+    """
+    if precision not in PRECISIONS:
+        raise typer.BadParameter(f"{precision!r} is not {' or '.join(PRECISIONS)}", param_hint="--precision")
+    if float64 and precision != "float32":
+        raise typer.BadParameter("--float64 leaves nothing to round: give one of the two", param_hint="--precision")
+    settings = Settings(mesh=mesh, steps=steps, float64=float64, precision=precision, dropout=dropout)
+    with user_errors():
+        equal = demonstration.demonstrate(settings, out, console)
+    raise typer.Exit(0 if equal else 1)
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="module:function returning (model, example_inputs), or a config.json.")],
+    mesh: Mesh,
+    source: Annotated[bool, typer.Option(help="Print the emitted source.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Also write the emitted source to this file.")] = None,
+) -> None:
+    """Show what a model becomes on a mesh, without running it: collectives, parameters on a rank, source."""
+    with user_errors():
+        made, example_inputs = load_model(model)
+        program = nd.compile(made, mesh, example_inputs)
+    console.print(collectives_table(program))
+    console.print(parameters_table(program))
+    if source:
+        console.print(source_view(str(program)))
+    if out is not None:
+        out.write_text(str(program))
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Errors made for users are printed as their text, with exit status 2; a failing rank's as its own, with 3."""
+    try:
+        yield
+    except (CompileError, MeshError) as error:
+        errors.print(Text(str(error)))
+        raise typer.Exit(2) from None
+    except RankFailed as error:
+        errors.print(Text(error.user_error or str(error)))
+        raise typer.Exit(2 if error.user_error else 3) from None
+
+
+def main() -> None:
+    app()
