@@ -15,7 +15,7 @@ from ndcompile.tables import axis_table, class_source, source_view
 
 
 def demonstrate(settings: Settings, out: Path, console: Console) -> bool:
-    """Print the comparison and one emitted block, write the source to `out`; True if the gradients are within the bar."""
+    """Print the comparison and an emitted block, write the source to `out`; True if the gradients are within the bar."""
     with console.status(f"compiling for {settings.mesh}"):
         program = settings.compiled()
     world_size = program.mesh.world_size
