@@ -1,0 +1,54 @@
+"""What emitted modules call; importing it loads torch and nothing of the compiler."""
+
+from ndcompile.runtime.attention import attention_with_dropout
+from ndcompile.runtime.collectives import (
+    all_gather,
+    all_gather_invariant,
+    all_reduce,
+    all_reduce_invariant,
+    all_to_all,
+    invariant,
+    pad,
+    partial,
+    partial_invariant,
+    reduce_scatter,
+    replicate,
+    shard,
+    shard_invariant,
+)
+from ndcompile.runtime.factory import arange
+from ndcompile.runtime.gradient import scale_gradient
+from ndcompile.runtime.lookup import embedding
+from ndcompile.runtime.loss import cross_entropy
+from ndcompile.runtime.mesh import Mesh, Ranks, current, use
+from ndcompile.runtime.random import draw_key, dropout, fold, keep_mask, uniform_bits
+
+__all__ = [
+    "Mesh",
+    "Ranks",
+    "all_gather",
+    "all_gather_invariant",
+    "all_reduce",
+    "all_reduce_invariant",
+    "all_to_all",
+    "arange",
+    "attention_with_dropout",
+    "cross_entropy",
+    "current",
+    "draw_key",
+    "dropout",
+    "embedding",
+    "fold",
+    "invariant",
+    "keep_mask",
+    "pad",
+    "partial",
+    "partial_invariant",
+    "reduce_scatter",
+    "replicate",
+    "scale_gradient",
+    "shard",
+    "shard_invariant",
+    "uniform_bits",
+    "use",
+]
