@@ -18,9 +18,11 @@ from ndcompile.demo.train import PRECISIONS, Settings
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshError
 from ndcompile.models import load_model
-from ndcompile.tables import collectives_table, parameters_table, source_view
+from ndcompile.tables import collectives_table, parameters_table, print_source
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=nd.__doc__)
+HELP = "Write a model for one device, declare a mesh, get a readable module that runs on the mesh."
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=HELP)
 console = Console()
 errors = Console(stderr=True)
 
@@ -65,7 +67,7 @@ def inspect(
     console.print(collectives_table(program))
     console.print(parameters_table(program))
     if source:
-        console.print(source_view(str(program)))
+        print_source(str(program), console)
     if out is not None:
         out.write_text(str(program))
 
@@ -84,4 +86,4 @@ def user_errors() -> Iterator[None]:
 
 
 def main() -> None:
-    app()
+    app(prog_name="ndcompile")

@@ -6,6 +6,7 @@ import ast
 from collections import Counter
 from collections.abc import Iterable
 
+from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
@@ -56,7 +57,7 @@ def grouped(collectives: Iterable[Collective]) -> list[tuple[list[str], Counts]]
         sides[c.side] = number + 1, size + c.bytes
     groups: list[tuple[list[str], Counts]] = []
     for block, counts in blocks.items():
-        same = next((names for names, other in groups if other == counts), None)
+        same = next((names for names, other in groups if other == counts and OUTSIDE not in (block, *names)), None)
         if same is None:
             groups.append(([block], counts))
         else:
@@ -83,9 +84,12 @@ def parameters_table(program: Program) -> Table:
     return table
 
 
-def source_view(source: str) -> Syntax:
-    """Python source, coloured where the terminal can."""
-    return Syntax(source, "python", theme="ansi_dark", background_color="default")
+def print_source(source: str, console: Console) -> None:
+    """Python source: coloured on a terminal, as it is in a file or a pipe."""
+    if console.is_terminal:
+        console.print(Syntax(source, "python", theme="ansi_dark", background_color="default", word_wrap=True))
+    else:
+        console.file.write(f"{source}\n")
 
 
 def class_source(source: str, name: str) -> str:
