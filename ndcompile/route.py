@@ -15,6 +15,9 @@ from ndcompile.placement import CONVERSIONS, Conversion, I, Layout, P, Placement
 
 T = TypeVar("T")
 
+MOVE = 1e-12
+"""Seconds added to each move in the search: of equally fast ways, whose sums round differently, the shortest wins."""
+
 Divides = Callable[[int, tuple[str, ...]], bool]
 """Whether a dim can be cut evenly in as many parts as these axes together have ranks."""
 
@@ -112,7 +115,6 @@ def route_time(
         return math.inf
 
 
-
 def _cuts(source: Layout, sizes: Mapping[str, int], divides: Divides | None) -> Cuts | None:
     """Everything that `divides` answers about a value: hashable, so that the search can be memoised."""
     if divides is None:
@@ -137,23 +139,24 @@ def _orders(axes: tuple[int, ...], inner: bool) -> Iterator[tuple[int, ...]]:
 def _cheapest(
     source: Layout, target: Layout, sizes: Sizes, nbytes: float, grad: bool, cuts: Cuts | None
 ) -> tuple[float, tuple[Move, ...]]:
-    """The least time and its moves: Dijkstra; of equally fast ways, one with the fewest moves."""
+    """The least time and its moves, by Dijkstra's algorithm; layouts are made as it reaches them."""
     space = _Space.between(source, target, sizes, nbytes, grad, cuts)
     start, goal = space.slots(source), space.slots(target)
-    best: dict[Slots, tuple[float, int]] = {start: (0.0, 0)}
+    best = {start: 0.0}
     came: dict[Slots, tuple[Slots, Step]] = {}
-    queue = [(0.0, 0, start)]
+    queue = [(0.0, start)]
     while queue:
-        time, length, here = heapq.heappop(queue)
+        time, here = heapq.heappop(queue)
         if here == goal:
-            return time, space.moves(came, goal)
-        if (time, length) > best[here]:
+            moves = space.moves(came, goal)
+            return time - MOVE * len(moves), moves
+        if time > best[here]:
             continue
         for step, there, seconds in space.steps(here):
-            reached = (time + seconds, length + 1)
+            reached = time + seconds + MOVE
             if there not in best or reached < best[there]:
                 best[there], came[there] = reached, (here, step)
-                heapq.heappush(queue, (*reached, there))
+                heapq.heappush(queue, (reached, there))
     raise _no_way(source, target, grad)
 
 
