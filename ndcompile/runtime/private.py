@@ -56,8 +56,8 @@ def distributed_like(x: Tensor, like: Tensor) -> Tensor:
 
 
 def version(x: Tensor) -> int:
-    """The number of in-place changes of a tensor so far; of a DTensor, of its local tensor."""
-    return x._local_tensor._version if is_distributed(x) else x._version
+    """The number of in-place changes of a tensor so far; a DTensor counts its own and those of its local tensor."""
+    return x._version + x._local_tensor._version if is_distributed(x) else x._version
 
 
 def strided_shard(dim: int, parts: int) -> object:
@@ -70,3 +70,13 @@ def strided_shard(dim: int, parts: int) -> object:
 def group_name(group: dist.ProcessGroup) -> str:
     """The name by which functional collectives find a group."""
     return group.group_name
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread (so a forward is a recomputation)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def storage_id(x: Tensor) -> int | None:
+    """What two tensors have in common exactly if they share memory; none for a DTensor."""
+    return None if is_distributed(x) else x.untyped_storage()._cdata
