@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from ndcompile.errors import CompileError
     from ndcompile.mesh import MeshSpec
     from ndcompile.placement import I, Layout, P, R, S
-    from ndcompile.program import Precision, Program
-    from ndcompile.rules import register_rule
+    from ndcompile.precision import Precision
+    from ndcompile.program import Program
+    from ndcompile.rules.registry import register_rule
 
 __version__ = "0.1.0"
 
@@ -31,9 +32,9 @@ _HOME = {
     "P": "placement",
     "R": "placement",
     "S": "placement",
-    "Precision": "program",
+    "Precision": "precision",
     "Program": "program",
-    "register_rule": "rules",
+    "register_rule": "rules.registry",
 }
 
 __all__ = [

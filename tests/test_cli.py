@@ -1,11 +1,13 @@
 """The command line, as a user calls it."""
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from ndcompile import cli
 
 MODEL = """
 import torch
@@ -20,35 +22,34 @@ def nothing():
 """
 
 
-ROOT = str(Path(__file__).parents[1])
-ENVIRONMENT = {**os.environ, "PYTHONPATH": ROOT, "COLUMNS": "120", "NO_COLOR": "1"}
+@pytest.fixture
+def ndcompile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Call a command in a folder of its own, in which `my_models.py` is."""
+    (tmp_path / "my_models.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "console", Console(width=120))
+    return lambda *arguments: CliRunner().invoke(cli.app, arguments)
 
 
-def ndcompile(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    (cwd / "my_models.py").write_text(MODEL)
-    command = [sys.executable, "-c", "from ndcompile.cli import main; main()", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
-
-
-def test_inspect_shows_an_mlp_needs_one_all_reduce_forward(tmp_path: Path):
-    done = ndcompile("inspect", "my_models:mlp", "--mesh", "tp=2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_inspect_shows_an_mlp_needs_one_all_reduce_forward(ndcompile: Callable[..., Result]):
+    done = ndcompile("inspect", "my_models:mlp", "--mesh", "tp=2")
+    assert done.exit_code == 0, done.output
     (row,) = [line for line in done.stdout.splitlines() if "all_reduce" in line and "│" in line]
     assert "tp" in row
     assert "class " in done.stdout
-    hidden = ndcompile("inspect", "my_models:mlp", "--mesh", "tp=2", "--no-source", cwd=tmp_path)
+    hidden = ndcompile("inspect", "my_models:mlp", "--mesh", "tp=2", "--no-source")
     assert "class " not in hidden.stdout
 
 
-def test_inspect_takes_a_transformers_configuration(tmp_path: Path):
+def test_inspect_takes_a_transformers_configuration(ndcompile: Callable[..., Result]):
     pytest.importorskip("transformers")
-    config = tmp_path / "config.json"
+    config = Path("config.json")
     config.write_text(
         '{"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,'
         ' "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 101}'
     )
-    done = ndcompile("inspect", str(config), "--mesh", "dp_shard=2, tp=2", "--no-source", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = ndcompile("inspect", str(config), "--mesh", "dp_shard=2, tp=2", "--no-source")
+    assert done.exit_code == 0, done.output
     assert "model.layers.0 … model.layers.1 (each of 2)" in done.stdout
 
 
@@ -64,15 +65,15 @@ def test_inspect_takes_a_transformers_configuration(tmp_path: Path):
         (("demo", "--precision", "fp4"), "'fp4' is not float32 or bf16"),
     ],
 )
-def test_errors_are_their_text_and_status_2(arguments: tuple[str, ...], message: str, tmp_path: Path):
-    done = ndcompile(*arguments, cwd=tmp_path)
-    assert done.returncode == 2
+def test_errors_are_their_text_and_status_2(arguments: tuple[str, ...], message: str, ndcompile: Callable[..., Result]):
+    done = ndcompile(*arguments)
+    assert done.exit_code == 2
     assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.output
 
 
-def test_demo_in_float64_equals_one_device(tmp_path: Path):
-    done = ndcompile("demo", "--float64", "--steps", "2", "--mesh", "dp_shard=2, tp=2", "--out", "it.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_demo_in_float64_equals_one_device(ndcompile: Callable[..., Result]):
+    done = ndcompile("demo", "--float64", "--steps", "2", "--mesh", "dp_shard=2, tp=2", "--out", "it.py")
+    assert done.exit_code == 0, done.output
     assert "equal within the bar" in done.stdout
-    assert "class DecoderBlock" in (tmp_path / "it.py").read_text()
+    assert "class DecoderBlock" in Path("it.py").read_text()
