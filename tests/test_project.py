@@ -221,3 +221,9 @@ def test_clean(command: tuple[str, ...]) -> None:
     environment = {**os.environ, "NO_COLOR": "1"}
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    command = (ROOT / ".ci" / "run").read_text().splitlines()[-1]
+    assert command.endswith("pytest -n 2")
+    assert command in (ROOT / "README.md").read_text().splitlines()
