@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 _ops = torch.ops._c10d_functional
 
@@ -56,8 +57,26 @@ def distributed_like(x: Tensor, like: Tensor) -> Tensor:
 
 
 def version(x: Tensor) -> int:
-    """The number of in-place changes of a tensor so far; a DTensor counts its own and those of its local tensor."""
-    return x._version + x._local_tensor._version if is_distributed(x) else x._version
+    """A number that grows when a tensor's values change: by its in-place operations and by optimizer steps.
+
+    A DTensor has its own count of operations and that of its local tensor. Fused and foreach operations on DTensors
+    raise neither, so steps of optimizers are counted too.
+    """
+    local_version = x._local_tensor._version if is_distributed(x) else 0
+    return x._version + local_version + getattr(x, _STEPS, 0)
+
+
+_STEPS = "_ndcompile_steps"
+
+
+def _count_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if is_distributed(parameter):
+                setattr(parameter, _STEPS, getattr(parameter, _STEPS, 0) + 1)
+
+
+register_optimizer_step_post_hook(_count_step)
 
 
 def strided_shard(dim: int, parts: int) -> object:
