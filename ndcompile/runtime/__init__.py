@@ -22,7 +22,6 @@ from ndcompile.runtime.lookup import embedding
 from ndcompile.runtime.loss import cross_entropy
 from ndcompile.runtime.mesh import Mesh, Ranks, current, use
 from ndcompile.runtime.random import draw_key, dropout, fold, keep_mask, uniform_bits
-
 from ndcompile.runtime.weights import Bucket, StaleWeights, Weight, weight
 
 __all__ = [

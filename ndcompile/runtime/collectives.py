@@ -200,9 +200,7 @@ def _pad(x: Tensor, along: Along) -> Tensor:
     part = x.shape[along.dim]
     before = along.index * part if along.size is None else along.axis.start(along.size)
     whole = along.ranks * part if along.size is None else along.size
-    return torch.cat(
-        (_zeros(x, along.dim, before), x, _zeros(x, along.dim, whole - before - part)), along.dim
-    )
+    return torch.cat((_zeros(x, along.dim, before), x, _zeros(x, along.dim, whole - before - part)), along.dim)
 
 
 def _all_reduce(x: Tensor, along: Along) -> Tensor:

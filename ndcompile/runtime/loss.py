@@ -93,9 +93,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def _local(
-    target: Tensor, start: int, columns: int, size: int, held: int, ignore_index: int
-) -> tuple[Tensor, Tensor]:
+def _local(target: Tensor, start: int, columns: int, size: int, held: int, ignore_index: int) -> tuple[Tensor, Tensor]:
     """This rank's column of each target (0 where it has none, out of range where no rank has), and where it has one."""
     counted = target != ignore_index
     mine = counted & (target >= start) & (target < start + columns)

@@ -85,7 +85,7 @@ class Mesh:
         return cls(spec, dist.get_rank(), groups)
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Ranks:
-        """The ranks along an axis, or along several flattened (in mesh order); axes that the mesh lacks have one rank."""
+        """The ranks along an axis, or along several flattened (in mesh order); axes it lacks have one rank."""
         found = self._known.get(names)
         if found is None:
             found = self._known[names] = self._ranks((names,) if isinstance(names, str) else names)

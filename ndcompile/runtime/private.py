@@ -80,7 +80,7 @@ register_optimizer_step_post_hook(_count_step)
 
 
 def strided_shard(dim: int, parts: int) -> object:
-    """The placement of a mesh axis that shards each of the `parts` that a later axis makes of `dim` (that one is major)."""
+    """The placement of an axis that shards each of the `parts` that a later, major axis makes of `dim`."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=parts)

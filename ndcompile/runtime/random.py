@@ -67,7 +67,7 @@ def dropout(
     shards: Mapping[int, Ranks] | None = None,
     sizes: Mapping[int, int] | None = None,
 ) -> Tensor:
-    """`x` with elements dropped with probability `p` and the rest scaled by `1 / (1 − p)`; shapes as in `uniform_bits`."""
+    """`x` with elements dropped with probability `p` and the rest scaled by `1 / (1 − p)`; see `uniform_bits`."""
     if p == 0:
         return x
     if p == 1:

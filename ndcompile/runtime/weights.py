@@ -134,7 +134,9 @@ class Bucket:
             return
         self.release()
         held = [private.local(p) for p in self._held()]
-        groups = [_Group(dtype, [(i, self._ways[i], held[i]) for i in which]) for dtype, which in self._groups().items()]
+        groups = [
+            _Group(dtype, [(i, self._ways[i], held[i]) for i in which]) for dtype, which in self._groups().items()
+        ]
         self._started = _Started(versions, groups)
 
     def _take(self) -> list[tuple[list[int], list[int], Tensor]]:
@@ -373,4 +375,3 @@ def _by_dtype(moving: Mapping[int, Tensor], dtype: torch.dtype | None) -> dict[t
 def _view(buffer: Tensor, begin: int, shape: tuple[int, ...]) -> Tensor:
     length = torch.Size(shape).numel()
     return buffer[begin : begin + length].view(shape)
-

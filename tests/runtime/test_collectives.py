@@ -123,7 +123,7 @@ def test_all_collectives_take_all_dtypes():
 
 
 def in_two_dtypes(ranks: int) -> list[Tensor]:
-    """Sums of 256 and ones: bf16 cannot hold 257, so the dtype of the reduction shows in 256 + 1 + 1 + 1 = 259 → 260."""
+    """Sums of 256 and ones: bf16 cannot hold 257, so its dtype shows in 256 + 1 + 1 + 1 = 259 → 260."""
     axis = Mesh.bound(MeshSpec.parse(f"tp={ranks}"))["tp"]
     mine = torch.full((4,), 256.0 if axis.index == 0 else 1.0, dtype=torch.bfloat16)
     weight = torch.zeros(4, dtype=torch.bfloat16, requires_grad=True)

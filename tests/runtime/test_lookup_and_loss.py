@@ -97,7 +97,9 @@ def compiled(axis: Ranks) -> tuple[Tensor, Tensor]:
     logits, target, cotangent = problem(case)
     logits = logits.narrow(1, axis.start(11), axis.part(11)).clone().requires_grad_()
     function = torch.compile(
-        lambda logits, target: cross_entropy(logits * 1, target, axis, 11, IGNORED, 0.1), backend="aot_eager", fullgraph=True
+        lambda logits, target: cross_entropy(logits * 1, target, axis, 11, IGNORED, 0.1),
+        backend="aot_eager",
+        fullgraph=True,
     )
     found = function(logits, target)
     found.backward(cotangent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -74,7 +75,12 @@ def setup(spec: str, seed: int = 0, distributed: bool = True, **options: object)
         if distributed:
             stride = torch.empty(SHAPES[name]).stride()
             value = DTensor.from_local(
-                value, device_mesh, (Replicate(), placement), run_check=False, shape=torch.Size(SHAPES[name]), stride=stride
+                value,
+                device_mesh,
+                (Replicate(), placement),
+                run_check=False,
+                shape=torch.Size(SHAPES[name]),
+                stride=stride,
             )
         parameters[name] = nn.Parameter(value)
     return Bucket(mesh, WEIGHTS, parameters, SHAPES, **options), parameters
@@ -121,10 +127,10 @@ def case_weights_are_whole(spec: str) -> None:
 
 
 def case_chain_with_prefetch(spec: str) -> None:
-    """Three blocks, each twice in the forward (shared modules), two accumulated forwards, backward with a kept graph."""
+    """Three blocks, each twice in a forward (shared), two accumulated forwards, backward with a kept graph."""
     made = [setup(spec, seed) for seed in range(3)]
     buckets = [bucket for bucket, _ in made]
-    for left, right in zip(buckets, buckets[1:], strict=False):
+    for left, right in itertools.pairwise(buckets):
         left.next, right.previous = right, left
     x, mesh = batch(dist.get_rank()), Mesh(MeshSpec.parse(spec), dist.get_rank())
     first, second = step(buckets, x, repeat=2), step(buckets, x, repeat=2)
