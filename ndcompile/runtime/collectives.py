@@ -204,8 +204,8 @@ def _pad(x: Tensor, along: Along) -> Tensor:
 
 
 def _all_reduce(x: Tensor, along: Along) -> Tensor:
-    y = _cast(x, along.dtype).contiguous()
-    return private.wait(private.start_all_reduce(y, along.op, along.group)).to(x.dtype)
+    y = private.cast(x, along.dtype).contiguous()
+    return private.cast(private.wait(private.start_all_reduce(y, along.op, along.group)), x.dtype)
 
 
 def _all_gather(x: Tensor, along: Along) -> Tensor:
@@ -216,8 +216,9 @@ def _all_gather(x: Tensor, along: Along) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, along: Along) -> Tensor:
-    y = _split(_cast(x, along.dtype), along.dim, along.ranks, along.size)
-    y = private.wait(private.start_reduce_scatter(y.flatten(0, 1), along.ranks, along.group)).to(x.dtype)
+    y = _split(private.cast(x, along.dtype), along.dim, along.ranks, along.size)
+    y = private.wait(private.start_reduce_scatter(y.flatten(0, 1), along.ranks, along.group))
+    y = private.cast(y, x.dtype)
     return y if along.size is None else y.narrow(along.dim, 0, along.axis.part(along.size))
 
 
@@ -242,10 +243,6 @@ PRIMITIVES: dict[str, Callable[[Tensor, Along], Tensor]] = {
     "all_to_all": _all_to_all,
 }
 """What a side of a conversion does to a tensor, by the name that the table gives it."""
-
-
-def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return x if dtype is None else x.to(dtype)
 
 
 def _step(size: int | None, ranks: int) -> int | None:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from ndcompile.runtime import private
 from ndcompile.runtime.collectives import all_reduce
 from ndcompile.runtime.mesh import Ranks
 
@@ -70,7 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
             loss = (1 - smoothing) * loss + smoothing * (log_total - every[0] / size)
         ctx.save_for_backward(logits, target, largest, log_total)
         ctx.place = (axis.start(size), columns, size, ignore_index, smoothing)
-        return loss.masked_fill(target == ignore_index, 0).to(logits.dtype)
+        return private.cast(loss.masked_fill(target == ignore_index, 0), logits.dtype)
 
     @staticmethod
     @once_differentiable
@@ -83,9 +84,9 @@ class _CrossEntropy(torch.autograd.Function):
             slope = slope - smoothing / size
         here, mine = _local(target, start, columns, size, logits.shape[1], ignore_index)
         slope = slope.scatter_add(1, here.unsqueeze(1), (mine.to(x.dtype) * (smoothing - 1)).unsqueeze(1))
-        gradient = gradient.to(x.dtype).masked_fill(target == ignore_index, 0)
+        gradient = private.cast(gradient, x.dtype).masked_fill(target == ignore_index, 0)
         slope = slope * gradient.unsqueeze(1)
-        return slope.to(logits.dtype), *(None,) * 8
+        return private.cast(slope, logits.dtype), *(None,) * 8
 
 
 def _wide(x: Tensor) -> Tensor:

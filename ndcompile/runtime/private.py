@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 _ops = torch.ops._c10d_functional
@@ -36,6 +40,14 @@ def start_all_to_all(x: Tensor, ranks: int, group: str) -> Tensor:
     return _ops.all_to_all_single(x, parts, parts, group)
 
 
+def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """`x` in another dtype; without a change of dtype no op is called.
+
+    Dynamo 2.11 loses the gradient of an autograd function whose output passed a `to` that did nothing.
+    """
+    return x if dtype is None or x.dtype == dtype else x.to(dtype)
+
+
 def is_distributed(x: Tensor) -> bool:
     """Whether `x` is a DTensor."""
     return hasattr(x, "_local_tensor") and hasattr(x, "_spec")
@@ -54,6 +66,22 @@ def distributed_like(x: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         x, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def distributed(x: Tensor, device_mesh: DeviceMesh, sharded: Mapping[str, Sequence[int]]) -> Tensor:
+    """Local tensor `x` as a DTensor on the sub-mesh of the axes that shard it; differentiable.
+
+    `sharded` gives for each axis the dim and its whole size (0: equal parts).
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    axes, shape = tuple(sharded), list(x.shape)
+    parts = device_mesh[axes if len(axes) > 1 else axes[0]]
+    for number, (dim, size) in enumerate(sharded.values()):
+        shape[dim] = size or shape[dim] * parts.size(number)
+    stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    placements = [Shard(dim) for dim, _ in sharded.values()]
+    return DTensor.from_local(x, parts, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
 def version(x: Tensor) -> int:

@@ -21,7 +21,7 @@ _BITS = 53
 
 def draw_key(device: torch.device | str = "cpu") -> Tensor:
     """A new key, an int64 scalar on `device`, from rank 0's default CPU generator; every rank's generator advances."""
-    key = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64).to(device)
+    key = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu").to(device)
     if dist.is_available() and dist.is_initialized():
         dist.broadcast(key, src=0)
     return key
