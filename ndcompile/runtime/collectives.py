@@ -211,7 +211,7 @@ def _all_reduce(x: Tensor, along: Along) -> Tensor:
 def _all_gather(x: Tensor, along: Along) -> Tensor:
     x = _lengthen(x, along.dim, _step(along.size, along.ranks))
     y = private.wait(private.start_all_gather(x.contiguous(), along.ranks, along.group))
-    y = _join(y.unflatten(0, (along.ranks, x.shape[0])), along.dim)
+    y = _join(torch.unflatten(y, 0, (along.ranks, x.shape[0])), along.dim)
     return y if along.size is None else y.narrow(along.dim, 0, along.size)
 
 
@@ -226,7 +226,7 @@ def _all_to_all(x: Tensor, along: Along) -> Tensor:
     x = _lengthen(x, along.dim, _step(along.size, along.ranks))
     x = _split(x, along.target, along.ranks, along.other)
     y = private.wait(private.start_all_to_all(x.flatten(0, 1), along.ranks, along.group))
-    y = _join(y.unflatten(0, x.shape[:2]), along.dim)
+    y = _join(torch.unflatten(y, 0, x.shape[:2]), along.dim)
     if along.size is not None:
         y = y.narrow(along.dim, 0, along.size)
     return y if along.other is None else y.narrow(along.target, 0, along.axis.part(along.other))
@@ -265,7 +265,7 @@ def _split(x: Tensor, dim: int, ranks: int, size: int | None) -> Tensor:
     """`[…, ranks · n, …] → [ranks, …, n, …]`, contiguous: one block for each rank."""
     if size is not None:
         x = _lengthen(x, dim, ranks * -(-size // ranks))
-    return x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).contiguous()
+    return torch.unflatten(x, dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).contiguous()
 
 
 def _join(x: Tensor, dim: int) -> Tensor:
