@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ndcompile.api import compile, load, parallelize
-    from ndcompile.bind import ParallelModule
     from ndcompile.errors import CompileError
     from ndcompile.mesh import MeshSpec
     from ndcompile.placement import I, Layout, P, R, S
     from ndcompile.precision import Precision
     from ndcompile.program import Program
     from ndcompile.rules.registry import register_rule
+    from ndcompile.runtime.module import ParallelModule
 
 __version__ = "0.1.0"
 
@@ -24,7 +24,7 @@ _HOME = {
     "compile": "api",
     "load": "api",
     "parallelize": "api",
-    "ParallelModule": "bind",
+    "ParallelModule": "runtime.module",
     "CompileError": "errors",
     "MeshSpec": "mesh",
     "I": "placement",

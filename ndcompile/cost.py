@@ -13,7 +13,7 @@ from ndcompile.placement import COLLECTIVES, CONVERSIONS, Placement
 BUS = 300e9  # bytes/s between ranks
 MEMORY = 4e12  # bytes/s of a device's memory
 MATMUL = 7e14  # FLOP/s
-LATENCY = 1e-6  # s a collective; small, so that it only breaks ties
+LATENCY = 1e-9  # s a collective: it only breaks ties, so choices do not turn with the size of a model
 NOMINAL: Mapping[str, int] = {"b": 4, "s": 4096}
 """Nominal sizes: `b` a data-parallel rank's batch, `s` the whole sequence."""
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
+from ndcompile.cost import NOMINAL
 from ndcompile.program import Collective, Program
 
 OUTSIDE = "outside blocks"
@@ -23,7 +24,7 @@ Counts = dict[Row, dict[str, tuple[int, int]]]
 
 def collectives_table(program: Program) -> Table:
     """One row for each axis and kind of collective in a block; blocks with equal rows are one, with their number."""
-    table = Table(title=f"collectives on {program.mesh}", caption="bytes of the whole value, at the example's sizes")
+    table = Table(title=f"collectives on {program.mesh}", caption=f"bytes are of whole values, at {_sizes()}")
     for name in ("block", "axis", "collective"):
         table.add_column(name)
     table.add_column("forward", justify="right")
@@ -108,6 +109,10 @@ def amount(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def _sizes() -> str:
+    return ", ".join(f"{name} = {size}" for name, size in NOMINAL.items())
 
 
 def _amount(found: tuple[int, int] | None) -> str:

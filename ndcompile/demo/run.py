@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +22,7 @@ def demonstrate(settings: Settings, out: Path, console: Console) -> bool:
     world_size = program.mesh.world_size
     on_gpus = enough_gpus(world_size)
     with _progress(console) as progress:
-        one = _run_reference(settings, on_gpus, _bar(progress, _reference(settings), settings.steps))
+        one = run_one_device(settings, on_gpus, _bar(progress, "one device", settings.steps))
         mesh = run_mesh(settings, world_size, on_gpus, _bar(progress, str(program.mesh), settings.steps))
     out.write_text(str(program))
     print_source(class_source(str(program), "DecoderBlock"), console)
@@ -35,17 +34,6 @@ def demonstrate(settings: Settings, out: Path, console: Console) -> bool:
         console.print(line, soft_wrap=True)
     console.print(f"the whole program is in {out}", highlight=False, soft_wrap=True)
     return equal
-
-
-def _run_reference(settings: Settings, on_gpus: bool, report: Report) -> Record:
-    """The model as written; with dropout its program on one rank, which draws the random numbers of any mesh."""
-    if settings.dropout:
-        return run_mesh(replace(settings, mesh="tp=1"), 1, on_gpus, report)
-    return run_one_device(settings, on_gpus, report)
-
-
-def _reference(settings: Settings) -> str:
-    return "one rank" if settings.dropout else "one device"
 
 
 def _progress(console: Console) -> Progress:
@@ -61,7 +49,7 @@ def _bar(progress: Progress, title: str, steps: int) -> Report:
 def _losses(settings: Settings, one: Record, mesh: Record) -> Table:
     table = Table(title="mean cross-entropy of the next byte")
     table.add_column("step", justify="right")
-    for title in (_reference(settings), settings.mesh, "difference"):
+    for title in ("one device", settings.mesh, "difference"):
         table.add_column(title, justify="right")
     for step, (a, b) in enumerate(zip(one.losses, mesh.losses, strict=True)):
         table.add_row(str(step), f"{a:.10f}", f"{b:.10f}", f"{abs(a - b):.1e}")

@@ -78,10 +78,16 @@ def train(
     rank: int | None = None,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Record:
-    """Train on one device (`rank` is None) or as one rank of the mesh; `report` is told the loss of each step."""
+    """Train on one device (`rank` is None) or as one rank of the mesh; `report` is told the loss of each step.
+
+    With dropout, one device runs the reference graph: the model, but with random numbers that any mesh can draw again.
+    """
     model: nn.Module = settings.model().to(device)
+    run = model
     if rank is not None:
-        model = settings.parallel(model)
+        run = model = settings.parallel(model)
+    elif settings.dropout:
+        run = settings.compiled().one_device(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
     record = Record()
     for step in range(settings.steps):
@@ -89,7 +95,7 @@ def train(
         if rank is not None:
             batch = own_part(batch, MeshSpec.parse(settings.mesh), rank)
         torch.manual_seed(settings.seed + step)
-        loss = model(ids=batch.ids.to(device), labels=batch.labels.to(device))["loss"]
+        loss = run(ids=batch.ids.to(device), labels=batch.labels.to(device))["loss"]
         loss.backward()
         if step in (0, settings.steps - 1):
             record.gradients[step] = whole_gradients(model)

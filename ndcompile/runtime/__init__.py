@@ -1,6 +1,7 @@
 """What emitted modules call; importing it loads torch and nothing of the compiler."""
 
 from ndcompile.runtime.attention import attention_with_dropout
+from ndcompile.runtime.block import Block, Root, State
 from ndcompile.runtime.collectives import (
     all_gather,
     all_gather_invariant,
@@ -25,6 +26,9 @@ from ndcompile.runtime.random import draw_key, dropout, fold, keep_mask, uniform
 from ndcompile.runtime.weights import Bucket, StaleWeights, Weight, weight
 
 __all__ = [
+    "Block",
+    "Root",
+    "State",
     "Bucket",
     "StaleWeights",
     "Weight",

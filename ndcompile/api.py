@@ -1,0 +1,129 @@
+"""`compile`, `parallelize`, `load`: the whole way on one page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ndcompile import bind, pipeline, planning
+from ndcompile.capture import DynamicDims, Inputs, capture
+from ndcompile.codegen.emit import Names, emit
+from ndcompile.errors import CompileError
+from ndcompile.mesh import MeshLike, MeshSpec
+from ndcompile.precision import Precision
+from ndcompile.program import Program, load_manifest
+from ndcompile.runtime.agreement import together
+from ndcompile.runtime.module import ParallelModule
+
+
+def compile(
+    model: nn.Module,
+    mesh: MeshLike,
+    example_inputs: object = None,
+    *,
+    precision: Precision | None = None,
+    placements: Mapping[str, Mapping[str, Any]] | None = None,
+    outputs: str = "sharded",
+    float64: bool = False,
+    dynamic_dims: DynamicDims | None = None,
+    world_size: int | None = None,
+    dump: str | Path | None = None,
+) -> Program:
+    """Compile a model for a mesh. Needs no process group and no GPU; the model is left untouched and may be on meta.
+
+    `example_inputs`: a dict of keyword inputs, a tuple of positional ones, or one tensor; their sizes mean nothing.
+    `placements` pins parameters or modules by name or wildcard: `{"lm_head.weight": {"tp": nd.S(0)}}`.
+    `outputs="local"` gathers results that an axis other than the data axes shards. `float64` widens every cast, for
+    exact comparison. `dynamic_dims` says which input dims are the batch and the sequence: `{"pixels": {0: "b"}}`.
+    `dump` is a folder for every pass's graph. Raises `CompileError` where the model cannot be compiled as asked.
+
+    >>> print(compile(nn.Linear(4, 6), "tp=2", torch.randn(3, 4)).parameters["weight"].layout)
+    tp S(0)
+    """
+    spec = MeshSpec.parse(mesh, world_size)
+    example = Inputs.of(planning.examples(model) if example_inputs is None else example_inputs)
+    precision = precision or Precision()
+    pins = planning.pins(model, placements, spec)
+    planning.check_option("outputs", outputs, ("sharded", "local"))
+    folder = None if dump is None else Path(dump)
+    begin = time.perf_counter()
+    autocast = planning.ambient_autocast(model, example)
+    captured = capture(
+        model, example, compute=precision.compute, float64=float64, dynamic_dims=dynamic_dims, autocast=autocast
+    )
+    times = {"capture": time.perf_counter() - begin}
+    if folder is not None:
+        pipeline.write_dump(folder / "0_capture.py", "capture", times["capture"], captured.graph)
+    lists = frozenset(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    names = planning.pinned_names(model, pins)
+    job = pipeline.Job(captured.graph, spec, precision, pins, names, lists, outputs == "local", times=times)
+    pipeline.run(job, folder)
+    begin = time.perf_counter()
+    emitted = emit(job.graph, spec, _names(model), f"{type(model).__name__} on {spec}: emitted by ndcompile.")
+    times["codegen"] = time.perf_counter() - begin
+    if folder is not None:
+        (folder / f"{len(pipeline.PIPELINE) + 1}_codegen.py").write_text(emitted.source)
+    assert job.reference is not None, "the pipeline keeps the reference"
+    parameters = planning.parameters(model, job.graph, spec)
+    manifest = planning.manifest(model, example, captured, job, emitted, parameters, autocast)
+    return Program(emitted.source, manifest, spec, job.graph, job.reference, parameters, job.problems, times)
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: MeshLike,
+    example_inputs: object = None,
+    *,
+    precision: Precision | None = None,
+    placements: Mapping[str, Mapping[str, Any]] | None = None,
+    outputs: str = "sharded",
+    float64: bool = False,
+    dynamic_dims: DynamicDims | None = None,
+    init: str = "check",
+) -> ParallelModule:
+    """Compile a model and bind it to this process's place on the mesh; run by every rank alike, under torchrun.
+
+    `init="check"` compares the parameters of all ranks and raises if they differ, `"broadcast"` takes rank 0's. A model
+    on the meta device gets its parameters sharded from the start, filled with zeros. See `compile` for the rest.
+    """
+    bind.join_world()
+    planning.check_option("init", init, ("check", "broadcast"))
+    options: dict[str, Any] = dict(
+        precision=precision, placements=placements, outputs=outputs, float64=float64, dynamic_dims=dynamic_dims,
+        world_size=torch.distributed.get_world_size(),
+    )  # fmt: skip
+    example = planning.examples(model) if example_inputs is None else example_inputs
+    program = together(lambda: compile(model, mesh, example, **options))
+
+    def other(training: bool) -> Program:
+        """The program of the other mode, with the parameters where they lie already."""
+        held = {name: planning.as_pin(p.layout) for name, p in program.parameters.items()}
+        was, model_copy = model.training, planning.skeleton(model)
+        model_copy.train(training)
+        del was
+        return compile(model_copy, mesh, example, **(options | dict(placements=held)))
+
+    return bind.bind(program, model, mesh, other, init)
+
+
+def load(path: str | Path, model: nn.Module | None = None, init: str = "check") -> ParallelModule:
+    """Run a program that `Program.save` wrote, on this process's place on its mesh, without compiling.
+
+    Parameters are the model's; without one they are zeros, for `load_state_dict`.
+    """
+    bind.join_world()
+    source, manifest = load_manifest(path)
+    if model is not None and type(model).__name__ != manifest.model:
+        raise CompileError(f"{path} was compiled from {manifest.model}, not from {type(model).__name__}")
+    return bind.bind_loaded(source, manifest, model, init, str(path))
+
+
+def _names(model: nn.Module) -> Names:
+    config = getattr(model, "config", None)
+    numbers = config.to_dict() if hasattr(config, "to_dict") else {}
+    return Names({name: type(module).__name__ for name, module in model.named_modules()}, numbers)

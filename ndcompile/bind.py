@@ -1,0 +1,241 @@
+"""Program + this process's place on the mesh → `ParallelModule` with DTensor parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ndcompile.errors import CompileError
+from ndcompile.mesh import MeshLike, MeshSpec
+from ndcompile.program import Program
+from ndcompile.runtime import Mesh, Root, State, private, use
+from ndcompile.runtime.agreement import alike, everyones, together
+from ndcompile.runtime.manifest import Manifest, ParameterPlan, as_dtype
+from ndcompile.runtime.module import ParallelModule, class_for
+
+TIMEOUT = timedelta(seconds=300)
+
+
+def join_world() -> None:
+    """Join the process group that torchrun's environment describes, if none is up; without one, say the command."""
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise CompileError(
+            "there is no process group, and this process was not started by torchrun",
+            why="a parallel model needs one process a rank",
+            tries=(
+                "torchrun --nproc-per-node 2 your_script.py",
+                "nd.compile(model, mesh, …) to see the program without running it",
+            ),
+        )
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device, timeout=TIMEOUT)
+    else:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+
+
+def bind(
+    program: Program, model: nn.Module, mesh: MeshLike, other: Callable[[bool], Program], init: str
+) -> ParallelModule:
+    """Shard the model's parameters and make the module; `other` compiles the program of the other mode."""
+    given = mesh if isinstance(mesh, DeviceMesh) else None
+    text = str(program)
+    return _bind(text, program.manifest, model, init, given, lambda training: (str(p := other(training)), p.manifest))
+
+
+def bind_loaded(source: str, manifest: Manifest, model: nn.Module | None, init: str, path: str) -> ParallelModule:
+    """The same for a saved program, which has one mode only."""
+
+    def other(training: bool) -> tuple[str, Manifest]:
+        raise CompileError(
+            f"{path} holds the program for {'train' if manifest.training else 'eval'}() only",
+            tries="save one in the other mode too, or nd.parallelize",
+        )
+
+    return _bind(source, manifest, model, init, None, other)
+
+
+def _bind(
+    source: str,
+    manifest: Manifest,
+    model: nn.Module | None,
+    init: str,
+    device_mesh: DeviceMesh | None,
+    other: Callable[[bool], tuple[str, Manifest]],
+) -> ParallelModule:
+    spec = together(lambda: MeshSpec.parse("" if manifest.mesh == "one rank" else manifest.mesh, dist.get_world_size()))
+    _same_everywhere(source, manifest, model, init)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device_mesh = device_mesh or _device_mesh(spec, device)
+    mesh = Mesh.bound(spec, [tuple(axes) for axes in manifest.flattened], device_mesh, TIMEOUT)
+    whole = {} if model is None else dict(model.named_parameters())
+    placed = {
+        name: _distribute(whole.get(name), plan, spec, mesh, device_mesh, device)
+        for name, plan in manifest.parameters.items()
+    }
+    buffers = {} if model is None else {n: b.detach().to(device, copy=True) for n, b in model.named_buffers()}
+
+    def make(training: bool) -> tuple[Root, Manifest]:
+        text, plan = (source, manifest) if training == manifest.training else other(training)
+        return _execute(text, plan, mesh, module), plan
+
+    module = class_for(manifest.signature)(mesh, device_mesh, make)
+    _fill(module, model, manifest, placed, buffers)
+    module.train(manifest.training)
+    module._program()
+    return module
+
+
+def _device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
+    sizes, names = [axis.size for axis in spec.axes] or [1], list(spec.names) or ["one"]
+    return init_device_mesh(device.type, tuple(sizes), mesh_dim_names=tuple(names))
+
+
+def _same_everywhere(source: str, manifest: Manifest, model: nn.Module | None, init: str) -> None:
+    """All ranks have one program, and (with `init="check"`) one set of values; `"broadcast"` makes them so."""
+    digest = hashlib.sha256((source + str(manifest.to_json())).encode()).hexdigest()[:12]
+    alike(
+        everyones(digest), "programs", "every rank must run the same program",
+        "the same model, mesh, options and library versions on every rank",
+    )  # fmt: skip
+    if model is None or any(p.is_meta for p in model.parameters()):
+        return
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    if init == "broadcast":
+        with torch.no_grad():
+            for tensor in tensors.values():
+                _broadcast(tensor)
+        return
+    sums = {name: _digest(t.detach()) for name, t in tensors.items()}
+    everyone = everyones(sums)
+    for name in tensors:
+        alike(
+            [theirs[name] for theirs in everyone], f"the values of '{name}'",
+            "each rank shards its own copy, so all copies must be equal",
+            "torch.manual_seed(0) before the model is made on every rank, or init='broadcast'",
+        )  # fmt: skip
+
+
+def _broadcast(tensor: Tensor) -> None:
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    moved = tensor.detach().to(device).contiguous()
+    dist.broadcast(moved, 0)
+    tensor.copy_(moved)
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.contiguous().flatten().view(torch.uint8).cpu()
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:12]
+
+
+def _distribute(
+    whole: Tensor | None,
+    plan: ParameterPlan,
+    spec: MeshSpec,
+    mesh: Mesh,
+    device_mesh: DeviceMesh,
+    device: torch.device,
+) -> nn.Parameter:
+    """This rank's part of a parameter as a DTensor; a meta tensor, or none, gives zeros of the local shape."""
+    place, shape = spec.coordinate(mesh.rank), list(plan.shape)
+    part = whole.detach() if whole is not None and not whole.is_meta else None
+    for dim, axes in enumerate(plan.dims):
+        for axis in axes:
+            ranks, size = mesh[axis], shape[dim]
+            shape[dim] = ranks.part(size)
+            if part is not None:
+                part = part.narrow(dim, min(ranks.start(size), size), shape[dim])
+    del place
+    local = (
+        torch.zeros(shape, dtype=as_dtype(plan.dtype), device=device)
+        if part is None
+        else part.to(device, copy=True).contiguous()
+    )
+    stride = torch.empty(plan.shape, device="meta").stride()
+    tensor = DTensor.from_local(
+        local, device_mesh, dtensor_placements(plan, spec), run_check=False, shape=torch.Size(plan.shape), stride=stride
+    )
+    return nn.Parameter(tensor, requires_grad=plan.requires_grad)
+
+
+def dtensor_placements(plan: ParameterPlan, spec: MeshSpec) -> list[Any]:
+    """The layout in torch's terms: where a later mesh axis is major on a dim, the earlier one is strided."""
+    found: list[Any] = []
+    for axis in spec.names or ("one",):
+        dim = next((d for d, axes in enumerate(plan.dims) if axis in axes), None)
+        if dim is None:
+            found.append(Replicate())
+            continue
+        axes = plan.dims[dim]
+        major = [a for a in axes[: axes.index(axis)] if spec.names.index(a) > spec.names.index(axis)]
+        found.append(private.strided_shard(dim, spec.size(*major)) if major else Shard(dim))
+    return found
+
+
+def _fill(
+    module: ParallelModule,
+    model: nn.Module | None,
+    manifest: Manifest,
+    placed: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
+) -> None:
+    """Put parameters and buffers in a tree of containers with the model's own names."""
+    aliases = {name: placed[first] for name, first in manifest.aliases.items()}
+    order = list(placed) if model is None else [n for n, _ in model.named_parameters(remove_duplicate=False)]
+    for name in order:
+        owner, leaf = _container(module, name)
+        owner.register_parameter(leaf, placed[name] if name in placed else aliases[name])
+    persistent = set(model.state_dict()) if model is not None else set()
+    for name, buffer in buffers.items():
+        owner, leaf = _container(module, name)
+        owner.register_buffer(leaf, buffer, persistent=name in persistent)
+    module._held = {name: id(p) for name, p in module.named_parameters()}
+
+
+def _container(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module._modules[part]  # type: ignore[assignment]
+    return module, leaf
+
+
+def _execute(source: str, manifest: Manifest, mesh: Mesh, module: ParallelModule) -> Root:
+    """Run the emitted text as a module (tracebacks show its lines) and make its root."""
+    name = f"<ndcompile {manifest.root} {hashlib.sha256(source.encode()).hexdigest()[:8]}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    namespace: dict[str, Any] = {"__name__": f"ndcompile_emitted_{manifest.root}"}
+    with use(mesh):
+        exec(compile(source, name, "exec"), namespace)
+    shapes = {n: _shape_in_compute(plan, mesh) for n, plan in manifest.parameters.items()}
+    state = State(
+        mesh, dict(module.named_parameters()), dict(module.named_buffers()), shapes,
+        as_dtype(manifest.compute), as_dtype(manifest.reduce),
+    )  # fmt: skip
+    root = namespace[manifest.root](state)
+    assert isinstance(root, Root), f"{manifest.root} is the emitted root"
+    return root
+
+
+def _shape_in_compute(plan: ParameterPlan, mesh: Mesh) -> tuple[int, ...]:
+    """Whole along data axes, which are gathered; this rank's part along the others."""
+    shape = list(plan.shape)
+    for dim, axes in enumerate(plan.dims):
+        for axis in axes:
+            if not axis.startswith("dp_"):
+                shape[dim] = mesh[axis].part(shape[dim])
+    return tuple(shape)

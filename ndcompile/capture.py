@@ -1,0 +1,466 @@
+"""Model → reference graph: what the model computes on one device, as ATen ops with symbols for batch and sequence."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from ndcompile.errors import CompileError
+
+BATCH, SEQUENCE = sympy.Symbol("b", positive=True, integer=True), sympy.Symbol("s", positive=True, integer=True)
+DynamicDims = Mapping[str, Mapping[int, str]]
+"""For an input by name, which of its dims is which symbol: `{"pixels": {0: "b"}}`."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How the model is called: positional and keyword arguments, and where in them the tensors are."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, example: object) -> Inputs:
+        """A dict is keyword arguments, a tuple or list positional ones, one tensor the only one."""
+        if isinstance(example, Mapping):
+            return cls((), dict(example))
+        if isinstance(example, (tuple, list)):
+            return cls(tuple(example), {})
+        return cls((example,), {})
+
+    def named(self, model: nn.Module) -> dict[str, Any]:
+        """Every leaf with a name that a user would give it: the parameter of `forward`, dotted where nested."""
+        import inspect
+
+        signature = inspect.signature(model.forward)
+        try:
+            bound = signature.bind(*self.args, **self.kwargs).arguments
+        except TypeError as error:
+            raise CompileError(
+                f"the example inputs do not fit {type(model).__name__}.forward: {error}",
+                tries=f"example_inputs for forward{signature}",
+            ) from error
+        found: dict[str, Any] = {}
+        for name, value in bound.items():
+            for path, leaf in pytree.tree_flatten_with_path(value, is_leaf=lambda v: v is None)[0]:
+                found[name + pytree.keystr(path)] = leaf
+        return found
+
+
+@dataclass
+class Captured:
+    """The reference graph and what is known of its edges."""
+
+    graph: fx.GraphModule
+    inputs: tuple[str, ...]
+    """Names of the tensor inputs, in the order of the graph's input placeholders."""
+    constants: dict[str, Any]
+    """Inputs that are no tensors: the program is made for these values."""
+    output_spec: pytree.TreeSpec
+    training: bool
+
+
+def capture(
+    model: nn.Module,
+    example: Inputs,
+    *,
+    compute: torch.dtype | None = None,
+    float64: bool = False,
+    dynamic_dims: DynamicDims | None = None,
+    autocast: torch.dtype | None = None,
+) -> Captured:
+    """Trace the model in its present mode on meta tensors; the model is left as it is.
+
+    Placeholders carry `role` (parameter, buffer, constant, input) and `name`; every node carries `sizes` (sympy, in `b`
+    and `s`), `dtype`, `module`, `source`. `compute` casts parameters before tracing; `float64` makes every floating
+    value a float64 one (tests and verify only); `autocast` is the dtype of an ambient autocast.
+    """
+    refuse_hooks(model)
+    twin, constants = on_meta(model)
+    if compute is not None or float64:
+        cast_parameters(twin, torch.float64 if float64 else compute)
+    named = example.named(model)
+    symbols = name_dims(named, dynamic_dims)
+    exported = _export(twin, example, named, symbols, torch.float64 if float64 else None)
+    graph = exported.graph_module
+    names = _label_placeholders(exported, model, list(named), constants)
+    _inline_regions(graph, autocast)
+    if float64:
+        widen_casts(graph)
+    _repropagate(graph)
+    _label_nodes(graph, _roles(graph, symbols))
+    _make_functional(graph)
+    spec = exported.call_spec.out_spec
+    assert spec is not None, "export returns the structure of its outputs"
+    plain = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
+    return Captured(graph, names, plain, spec, model.training)
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Forward hooks on inner modules do not run in emitted code, so a model that has some is refused."""
+    for path, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            raise CompileError(
+                f"module '{path or type(model).__name__}' has a hook",
+                why="the emitted module has no inner calls that a hook could see",
+                tries=("remove the hook", "write its effect into forward"),
+            )
+
+
+def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
+    """A copy that shares no storage: parameters, buffers and plain tensor attributes on the meta device.
+
+    The second result gives the real tensor of each plain attribute by the id of its copy.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        twin = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = (
+            nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+        )
+    attributes: dict[int, Tensor] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and id(value) not in memo:
+                memo[id(value)] = torch.empty_like(value, device="meta")
+                attributes[id(memo[id(value)])] = value
+    return copy.deepcopy(model, memo), attributes
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Floating parameters become `dtype`; for float64 the buffers too. Tied parameters stay tied."""
+    assert dtype is not None
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    if dtype == torch.float64:
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
+
+
+def name_dims(named: Mapping[str, Any], dynamic_dims: DynamicDims | None) -> dict[str, dict[int, str]]:
+    """Which dim of which input is `b` or `s`: dim 0 of all is the batch, dim 1 of integer inputs the sequence.
+
+    A floating companion of an integer input has the sequence at dim 1 too if it has as many entries there.
+    """
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    for name in dynamic_dims or {}:
+        if name not in tensors:
+            raise CompileError(f"dynamic_dims names '{name}', which is no tensor input", tries=", ".join(tensors))
+    lengths = {value.shape[1] for value in tensors.values() if value.dim() > 1 and not value.is_floating_point()}
+    found: dict[str, dict[int, str]] = {}
+    for name, value in tensors.items():
+        dims = {0: "b"} if value.dim() else {}
+        if value.dim() > 1 and (not value.is_floating_point() or (value.dim() == 2 and value.shape[1] in lengths)):
+            dims[1] = "s"
+        found[name] = dict((dynamic_dims or {}).get(name, dims))
+    return found
+
+
+def _export(
+    model: nn.Module,
+    example: Inputs,
+    named: Mapping[str, Any],
+    symbols: Mapping[str, Mapping[int, str]],
+    widen: torch.dtype | None,
+) -> torch.export.ExportedProgram:
+    fakes = dict(_fakes(named, symbols, widen))
+    leaves, spec = pytree.tree_flatten((example.args, example.kwargs), is_leaf=lambda v: v is None)
+    queue = iter(fakes.values())
+    args, kwargs = pytree.tree_unflatten([next(queue) for _ in leaves], spec)
+    dims = {
+        name: {d: torch.export.Dim.AUTO for d in symbols[name]} if isinstance(value, Tensor) else None
+        for name, value in named.items()
+    }
+    rows = iter(dims.values())
+    shapes = pytree.tree_unflatten([next(rows) for _ in leaves], spec)
+    positional, keyword = shapes
+    names = list(_forward_names(model))[: len(args)]
+    try:
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return torch.export.export(
+                model, args, kwargs, dynamic_shapes=dict(zip(names, positional, strict=True)) | keyword, strict=False
+            )
+    except Exception as error:  # noqa: BLE001 - whatever stops the tracer is an error of the model's, told as one
+        raise _not_captured(model, error) from error
+
+
+def _forward_names(model: nn.Module) -> Iterator[str]:
+    import inspect
+
+    yield from inspect.signature(model.forward).parameters
+
+
+def _fakes(
+    named: Mapping[str, Any], symbols: Mapping[str, Mapping[int, str]], widen: torch.dtype | None
+) -> Iterator[tuple[str, Any]]:
+    """Each input its own meta tensor, with sizes ≥ 2 that differ between symbols and from all other dims."""
+    used = {n for v in named.values() if isinstance(v, Tensor) for n in v.shape}
+    sizes = {}
+    for name, value in named.items():
+        for dim, symbol in symbols.get(name, {}).items():
+            if symbol == "s" or symbol not in sizes:
+                sizes[symbol] = int(value.shape[dim])
+    fresh = (n for n in (5, 7, 11, 13, 17, 19, 23) if n not in used)
+    for symbol in sizes:
+        if symbol == "b" or sizes[symbol] < 2:
+            sizes[symbol] = next(fresh)
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            yield name, value
+            continue
+        shape = [sizes[symbols[name][d]] if d in symbols[name] else n for d, n in enumerate(value.shape)]
+        dtype = widen if widen is not None and value.is_floating_point() else value.dtype
+        yield name, torch.empty(shape, dtype=dtype, device="meta", requires_grad=value.requires_grad)
+
+
+def _not_captured(model: nn.Module, error: Exception) -> CompileError:
+    text = str(error)
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\s*\n\s*(.*)', text)
+    import traceback
+
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if "/torch/" not in frame.filename and not frame.filename.endswith("ndcompile/capture.py"):
+            frames.append((frame.filename, str(frame.lineno), frame.name, frame.line or ""))
+            break
+    source = f"{Path(frames[-1][0]).name}:{frames[-1][1]}   {frames[-1][3].strip()}" if frames else None
+    depends = any(word in text for word in ("data-dependent", "Data dependent", "Could not guard", "unbacked"))
+    depends = depends or "item()" in text or "Cannot call" in text or "_local_scalar_dense" in text
+    return CompileError(
+        f"{type(model).__name__} cannot be captured as one graph",
+        source=source,
+        why="its control flow depends on the values of tensors" if depends else text.strip().splitlines()[0][:300],
+        tries="torch.where instead of if on a tensor" if depends else f"the error above: {type(error).__name__}",
+    )
+
+
+def _label_placeholders(
+    exported: torch.export.ExportedProgram, model: nn.Module, names: list[str], attributes: Mapping[int, Tensor]
+) -> tuple[str, ...]:
+    """Say of each placeholder what it is, and make one of the placeholders of a tied parameter."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    canonical = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    owners = {name: p.requires_grad for name, p in model.named_parameters()}
+    inputs = iter(names)
+    graph, merged, found = exported.graph_module.graph, {}, []
+    for node, spec in zip(graph.find_nodes(op="placeholder"), exported.graph_signature.input_specs, strict=True):
+        kind = spec.kind.name
+        if kind == "PARAMETER":
+            name = canonical[spec.target or ""]
+            if name in merged:
+                node.replace_all_uses_with(merged[name])
+                continue
+            merged[name] = node
+            node.meta |= dict(role="parameter", name=name, grad=owners[name])
+        elif kind == "BUFFER":
+            node.meta |= dict(role="buffer", name=spec.target, grad=False)
+        elif kind == "CONSTANT_TENSOR":
+            constant = exported.constants[spec.target or ""]
+            assert isinstance(constant, Tensor), f"{spec.target} is a tensor constant"
+            value = attributes.get(id(constant), constant)
+            if value.is_meta:
+                value = next((v for k, v in attributes.items() if v.shape == constant.shape), value)
+            node.meta |= dict(role="constant", name=spec.target, grad=False, value=value)
+        else:
+            name = next(inputs)
+            node.meta |= dict(role="input", name=name)
+            if isinstance(node.meta.get("val"), Tensor):
+                node.meta["grad"] = bool(node.meta["val"].requires_grad)
+                found.append(name)
+    _refuse_mutation(exported)
+    for node in graph.find_nodes(op="placeholder"):
+        unused = not node.users and "role" not in node.meta
+        if unused or (node.meta["role"] == "input" and not isinstance(node.meta.get("val"), Tensor)):
+            assert not node.users, f"{node} is a constant input and has no uses in the graph"
+            graph.erase_node(node)
+    return tuple(found)
+
+
+def _refuse_mutation(exported: torch.export.ExportedProgram) -> None:
+    mutated = [*exported.graph_signature.buffers_to_mutate.values(), *exported.graph_signature.user_inputs_to_mutate]
+    if mutated:
+        raise CompileError(
+            f"forward changes {', '.join(map(repr, mutated))} in place",
+            why="an update of a buffer or an input is not compiled yet",
+            tries=("model.eval()", "return the new value instead"),
+        )
+
+
+def _inline_regions(graph: fx.GraphModule, autocast: torch.dtype | None) -> None:
+    """Put the bodies of no-grad and autocast regions in line: autocast as explicit casts, no-grad as `detach`."""
+    from ndcompile.autocast import casts
+
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and autocast is not None:
+            casts(graph.graph, node, autocast)
+    while regions := [n for n in graph.graph.nodes if str(n.target).startswith("wrap_with_")]:
+        for node in regions:
+            _inline(graph, node)
+    graph.graph.lint()
+
+
+def _inline(graph: fx.GraphModule, node: fx.Node) -> None:
+    from ndcompile.autocast import casts
+
+    grad_region = "set_grad" in str(node.target)
+    at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+    settings, body_node, inputs = node.args[:at], node.args[at], node.args[at + 1 :]
+    assert isinstance(body_node, fx.Node)
+    body = getattr(graph, str(body_node.target))
+    dtype = None if grad_region or not settings[2] else settings[1] or torch.get_autocast_dtype(str(settings[0]))
+    stops = grad_region and not settings[0]
+    copied: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    with graph.graph.inserting_before(node):
+        for inner in body.graph.nodes:
+            if inner.op in ("placeholder", "output"):
+                continue
+            new = graph.graph.node_copy(inner, lambda n: copied[n])
+            if inner.op == "get_attr":
+                setattr(graph, str(inner.target), getattr(body, str(inner.target)))
+            if stops and isinstance(new.meta.get("val"), Tensor) and new.meta["val"].is_floating_point():
+                cut = graph.graph.call_function(torch.ops.aten.detach.default, (new,))
+                cut.meta = dict(new.meta)
+                copied[inner] = cut
+            else:
+                copied[inner] = new
+            if dtype is not None and new.op == "call_function":
+                casts(graph.graph, new, dtype)
+    results = fx.node.map_arg(body.graph.output_node().args[0], lambda n: copied[n])
+    for user in list(node.users):
+        assert user.target is operator.getitem, "a region's results are taken by getitem"
+        user.replace_all_uses_with(results[user.args[1]])
+        graph.graph.erase_node(user)
+    graph.graph.erase_node(node)
+    if not body_node.users:
+        graph.graph.erase_node(body_node)
+
+
+def widen_casts(graph: fx.GraphModule) -> None:
+    """Float64 mode: each cast to, or factory of, a lower float dtype gives float64 instead."""
+    lower = (torch.float32, torch.bfloat16, torch.float16)
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            node.args = tuple(torch.float64 if a in lower and isinstance(a, torch.dtype) else a for a in node.args)
+            node.kwargs = {
+                k: torch.float64 if isinstance(v, torch.dtype) and v in lower else v for k, v in node.kwargs.items()
+            }
+
+
+def _repropagate(graph: fx.GraphModule) -> None:
+    """Compute every node's fake value anew, since casts may have changed dtypes."""
+    for node in list(graph.graph.nodes):
+        if "_assert_tensor_metadata" in str(node.target):
+            graph.graph.erase_node(node)
+    values: dict[fx.Node, Any] = {}
+    mode = next(
+        (n.meta["val"].fake_mode for n in graph.graph.nodes if hasattr(n.meta.get("val"), "fake_mode")), None
+    )
+    assert mode is not None, "a captured graph has fake values"
+    with mode, torch.no_grad():
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = node.meta["val"]
+            elif node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+                values[node] = node.meta["val"] = node.target(*args, **kwargs)
+    graph.recompile()
+
+
+def _roles(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) -> dict[sympy.Symbol, sympy.Symbol]:
+    """The tracer's symbols to `b`, `s`, or a name of the user's."""
+    found: dict[sympy.Symbol, sympy.Symbol] = {}
+    for node in graph.graph.find_nodes(op="placeholder"):
+        if node.meta["role"] != "input":
+            continue
+        for dim, symbol in symbols[node.meta["name"]].items():
+            expression = _expression(node.meta["val"].shape[dim])
+            if isinstance(expression, sympy.Symbol):
+                found[expression] = {"b": BATCH, "s": SEQUENCE}.get(symbol) or sympy.Symbol(symbol, positive=True)
+            elif symbol == "b":
+                raise CompileError(
+                    f"the batch size of input '{node.meta['name']}' is fixed by the model",
+                    why="a data-parallel rank has another batch size than the example's",
+                    tries="use x.size(0) in the model instead of a number",
+                )
+    return found
+
+
+def _expression(size: int | torch.SymInt) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _label_nodes(graph: fx.GraphModule, roles: Mapping[sympy.Symbol, sympy.Symbol]) -> None:
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+            value = value[0]
+        if isinstance(value, Tensor):
+            node.meta["sizes"] = tuple(_named(size, roles) for size in value.shape)
+            node.meta["dtype"] = value.dtype
+        elif isinstance(value, torch.SymInt):
+            node.meta["size"] = _named(value, roles)
+        node.meta["module"] = _module_path(node)
+        node.meta["source"] = _source(node)
+
+
+def _named(size: int | torch.SymInt, roles: Mapping[sympy.Symbol, sympy.Symbol]) -> int | sympy.Expr:
+    expression = _expression(size)
+    return expression if isinstance(expression, int) else _plain(sympy.sympify(expression).xreplace(dict(roles)))
+
+
+def _plain(expression: sympy.Expr) -> int | sympy.Expr:
+    return int(expression) if expression.is_Integer else expression
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    stack = [path for path in stack if not path.startswith("_empty_nn_module_stack")]
+    return re.sub(r"@\d+", "", stack[-1]) if stack else ""
+
+
+def _source(node: fx.Node) -> str | None:
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]+\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
+    if not frames:
+        return None
+    path, number, code = next((f for f in reversed(frames) if "/torch/nn/" not in f[0]), frames[-1])
+    return f"{Path(path).name}:{number}   {code.strip()}"
+
+
+ALIASING = ("view", "reshape", "transpose", "slice", "select", "expand", "unsqueeze", "squeeze", "permute", "split")
+
+
+def _make_functional(graph: fx.GraphModule) -> None:
+    """`relu_(x)` becomes `relu(x)`, and later uses of x use the result. An update through a view is refused."""
+    order = {node: i for i, node in enumerate(graph.graph.nodes)}
+    for node in list(graph.graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+            continue
+        changed = node.args[0]
+        packet = getattr(torch.ops.aten, str(node.target.overloadpacket).split(".")[-1].rstrip("_"), None)
+        overload = getattr(packet, node.target._overloadname, None) if packet else None
+        aliased = isinstance(changed, fx.Node) and (
+            changed.op == "placeholder"
+            or any(word in str(changed.target) for word in ALIASING)
+            or any(any(word in str(user.target) for word in ALIASING) for user in changed.users)
+        )
+        if overload is None or aliased or not isinstance(changed, fx.Node):
+            raise CompileError(
+                f"{node.target} changes a tensor in place that other names share",
+                node=f"%{node.name}   {node.meta['module']}",
+                source=node.meta["source"],
+                tries="the same without in-place: y = f(x)",
+            )
+        node.target = overload
+        changed.replace_all_uses_with(node, delete_user_cb=lambda user: order.get(user, 1 << 30) > order[node])
+    graph.recompile()

@@ -1,0 +1,319 @@
+"""What must hold of a graph: predicates that raise `CheckError`. Nothing here is shared with what sets the layouts.
+
+`ops_are_legal` deduces each op's output placement from its operands' placements and the op's rule, as a type checker
+does; propagation enumerates rows and picks. The others read the conversions alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ndcompile.errors import CompileError
+from ndcompile.mesh import MeshSpec
+from ndcompile.placement import COLLECTIVES, CONVERSIONS, REDUCING, I, Layout, P, Placement, R, S
+
+
+class CheckError(CompileError):
+    """A compiled graph breaks a law of placements: a bug of the compiler, or of a rule that was registered."""
+
+
+def no_noops(graph: fx.GraphModule, mesh: MeshSpec) -> None:
+    """No casts to the dtype at hand and no copies are left."""
+    for node in _ops(graph):
+        name = str(node.target)
+        same = name == "aten.to.dtype" and _tensor(node.args[0]).meta["dtype"] == node.meta["dtype"]
+        if same or name in ("aten.contiguous.default", "aten.clone.default", "aten.lift_fresh_copy.default"):
+            raise _broken("an op that changes nothing is left", node, "it would be given a layout and a cost of its own")
+
+
+RANDOM = ("aten.dropout", "aten.bernoulli", "aten.rand", "aten.normal", "aten.multinomial", "aten.native_dropout")
+
+
+def no_hidden_randomness(graph: fx.GraphModule, mesh: MeshSpec) -> None:
+    """Random numbers are functions of a key and a global index, so that they are the same on every mesh."""
+    for node in _ops(graph):
+        name = str(node.target)
+        hidden = name.startswith(RANDOM) and not name.startswith("aten.dropout") or name.startswith("aten.dropout.")
+        if name.startswith("aten.scaled_dot_product_attention") and len(node.args) > 4:
+            hidden = bool(node.args[4])
+        if hidden:
+            raise _broken(f"{name} draws random numbers of its own", node, "each rank would draw others")
+
+
+def every_value_placed(graph: fx.GraphModule, mesh: MeshSpec) -> None:
+    """Each value has one placement on each axis, of dims that it has."""
+    for node in graph.graph.nodes:
+        if "shape" not in node.meta:
+            continue
+        layout = node.meta.get("layout")
+        if layout is None or len(layout.dims) != len(node.meta["shape"]) or sorted(layout.axes) != sorted(mesh.names):
+            raise _broken(f"%{node.name} has layout '{layout}' on mesh '{mesh}'", node, "each axis needs one placement")
+
+
+def no_implicit_communication(graph: fx.GraphModule, mesh: MeshSpec) -> None:
+    """Every operand has the layout that its op was given a row for; every result the contract's."""
+    for node in [*_ops(graph), graph.graph.output_node()]:
+        if "move" in node.meta or "data_axes" in node.meta:
+            continue
+        values = _tensors(node)
+        for value, wanted in zip(values, node.meta.get("wanted", ()), strict=False):
+            if not _agrees(value.meta["layout"], wanted, value.meta["grad"]):
+                raise _broken(
+                    f"%{node.name} takes %{value.name} as '{wanted}', but it is '{value.meta['layout']}'", node,
+                    "a conversion is missing on this edge",
+                )  # fmt: skip
+
+
+def conversions_are_rows(graph: fx.GraphModule, mesh: MeshSpec) -> None:
+    """Each conversion is a row of the table, does what its row says, and moves only the minor axis of a dim."""
+    for node in _ops(graph):
+        move = node.meta.get("move")
+        if move is None:
+            continue
+        row = CONVERSIONS.get((move.source.kind, move.target.kind))
+        value = _tensor(node.args[0])
+        before = value.meta["stored"] if "stored" in value.meta and node.meta["bucket"] else value.meta["layout"]
+        after = node.meta["layout"]
+        if row is None or getattr(node.target, "__name__", "") != row.name:
+            raise _broken(f"no conversion {move.source}→{move.target} is called {node.target}", node, "the table has no such row")
+        for axis in move.axes:
+            if before.on(axis) != move.source or after.on(axis) != move.target:
+                raise _broken(f"{row.name} on '{axis}' turns {before} into {after}", node, f"its row is {move}")
+        _check_minor(node, before, move.source, move.axes)
+        _check_minor(node, after, move.target, move.axes)
+        if before.without(move.axes) != after.without(move.axes):
+            raise _broken(f"{row.name} on {move.axes} also changes other axes", node, f"{before} → {after}")
+
+
+def _check_minor(node: fx.Node, layout: Layout, placement: Placement, axes: tuple[str, ...]) -> None:
+    if placement.kind == "S":
+        assert placement.dim is not None
+        if layout.dims[placement.dim][-len(axes) :] != axes:
+            raise _broken(
+                f"{', '.join(axes)} is not the minor axis of dim {placement.dim} in '{layout}'", node,
+                "parts of a dim can only be joined or cut from the inside",
+            )  # fmt: skip
+
+
+def reductions_state_their_dtype(graph: fx.GraphModule, mesh: MeshSpec) -> None:
+    """Each side that adds says in which dtype; a bucket's gradients not below the precision that was asked for."""
+    for node in _ops(graph):
+        move = node.meta.get("move")
+        if move is None:
+            continue
+        for side in ("forward", "backward"):
+            dtype = node.meta.get(f"{side}_dtype")
+            if getattr(move.conversion, side) in REDUCING and not isinstance(dtype, torch.dtype):
+                raise _broken(f"{move.conversion.name} adds {side} in no stated dtype", node, "sums round by dtype")
+
+
+@dataclass(frozen=True)
+class Duty:
+    """One use of a parameter on one axis: the gradient's placement there, and what reduces it on its way back."""
+
+    parameter: str
+    axis: str
+    use: str
+    cotangent: Placement
+    reductions: tuple[str, ...]
+    dtype: torch.dtype | None
+
+    def __str__(self) -> str:
+        how = ", ".join(self.reductions) or "–"
+        return f"{self.parameter}  {self.axis}  at {self.use}: gradient {self.cotangent}, {how} {self.dtype or ''}"
+
+
+def duties(graph: fx.GraphModule, mesh: MeshSpec) -> list[Duty]:
+    """Who reduces what: a row for each parameter, axis and use."""
+    found = []
+    for parameter in graph.graph.find_nodes(op="placeholder"):
+        if parameter.meta.get("role") != "parameter" or not parameter.meta["grad"]:
+            continue
+        for way in _ways(parameter, ()):
+            *moves, use = way
+            last = moves[-1] if moves else parameter
+            for axis in mesh.names:
+                mine = [m for m in moves if axis in m.meta["move"].axes and m.meta["move"].conversion.backward in REDUCING]
+                layout = last.meta["layout"]
+                found.append(
+                    Duty(
+                        parameter.meta["name"], axis, f"%{use.name}", layout.on(axis).dual,
+                        tuple(m.meta["move"].conversion.backward for m in mine),
+                        mine[0].meta["backward_dtype"] if mine else None,
+                    )
+                )  # fmt: skip
+    return found
+
+
+def _ways(node: fx.Node, path: tuple[fx.Node, ...]) -> list[tuple[fx.Node, ...]]:
+    found: list[tuple[fx.Node, ...]] = []
+    for user in node.users:
+        found += _ways(user, (*path, user)) if "move" in user.meta else [(*path, user)]
+    return found
+
+
+def reduced_exactly_once(graph: fx.GraphModule, mesh: MeshSpec) -> None:
+    """At each use, a partial gradient is reduced once on its way to the parameter, any other never."""
+    for duty in duties(graph, mesh):
+        due = 1 if duty.cotangent == P() else 0
+        if len(duty.reductions) != due:
+            raise CheckError(
+                f"the gradient of '{duty.parameter}' is reduced {len(duty.reductions)} times over axis '{duty.axis}'",
+                node=duty.use,
+                why=f"it is {duty.cotangent} at this use, so it is due {due} time{'s' if due != 1 else ''}",
+                tries="report this: a conversion was lost or put twice",
+            )
+
+
+def same_collectives_on_every_rank(graph: fx.GraphModule, mesh: MeshSpec) -> None:
+    """Each collective's groups are all ranks cut along axes of the mesh, so that every rank takes part, in one order."""
+    for node in _ops(graph):
+        move = node.meta.get("move")
+        if move is None or not {move.conversion.forward, move.conversion.backward} & COLLECTIVES:
+            continue
+        unknown = [axis for axis in move.axes if axis not in mesh.names]
+        members = [] if unknown else sorted(rank for group in mesh.groups(*move.axes) for rank in group)
+        if unknown or members != list(range(mesh.world_size)):
+            raise _broken(f"{move.conversion.name} over {move.axes} leaves ranks out", node, f"the mesh is '{mesh}'")
+
+
+# ---- the deduction -------------------------------------------------------------------------------------------------
+
+
+def ops_are_legal(graph: fx.GraphModule, mesh: MeshSpec, signature: Callable[[fx.Node], Any]) -> None:
+    """Deduce each op's output placement on each axis from its operands'; raise where the op is not legal on them."""
+    for node in _ops(graph):
+        if "move" in node.meta or "data_axes" in node.meta:
+            continue
+        name = str(getattr(node.target, "__name__", node.target))
+        bound = None if name == "getitem" else signature(node)
+        for axis in mesh.names:
+            given = [v.meta["layout"].on(axis) for v in _tensors(node)]
+            grads = [v.meta["grad"] for v in _tensors(node)]
+            made = node.meta["layout"].on(axis)
+            allowed = {given[0]} if bound is None else deduce(node, bound, axis, given, grads)
+            if made not in allowed and not (made.whole and not node.meta["grad"] and any(p.whole for p in allowed)):
+                raise _broken(
+                    f"%{node.name} is {made} on axis '{axis}', but its operands make it {_any_of(allowed)}", node,
+                    f"operands: {', '.join(map(str, given))}",
+                )  # fmt: skip
+
+
+def deduce(node: fx.Node, bound: Any, axis: str, given: list[Placement], grads: list[bool]) -> set[Placement]:
+    """The output placements that an op may have: one, but dims that no operand has (`arange`, `expand`) may be born cut."""
+    kinds = {p.kind for p, grad in zip(given, grads, strict=True) if grad}
+    if "I" in kinds and kinds != {"I"}:
+        raise _mix(node, given, axis, "an invariant operand mixed with another has the right value and a wrong gradient")
+    factors = {bound.operands[i][p.dim][0] if len(bound.operands[i][p.dim]) == 1 else _leading(bound, i, p, node.meta.get("taken", {}).get(axis, {}))
+               for i, p in enumerate(given) if p.kind == "S" and p.dim is not None and bound.operands[i][p.dim]}  # fmt: skip
+    if any(p.kind == "S" and (p.dim is None or not bound.operands[i][p.dim]) for i, p in enumerate(given)):
+        raise _mix(node, given, axis, "an operand is sharded along a dim that the op broadcasts")
+    if len(factors) > 1:
+        raise _mix(node, given, axis, "operands are sharded along dims that do not run together")
+    if factors:
+        return {_along(node, bound, axis, given, factors.pop())}
+    if any(p.kind == "P" for p in given):
+        return {_partial(node, bound, axis, given)}
+    known = {factor for dims in bound.operands for factors in dims for factor in factors}
+    born = {S(d) for d, factors in enumerate(bound.output) if factors and not known & set(factors)}
+    return {I} if kinds == {"I"} else {R, *born}
+
+
+def _leading(bound: Any, operand: int, placement: Placement, taken: Mapping[str, int]) -> str:
+    """The factor that is cut in a dim of several: the first that is not yet cut to size 1 by major axes."""
+    dims = bound.operands[operand][placement.dim]
+    for factor in dims:
+        size = bound.sizes[factor]
+        if not size.constant or size.coefficient > taken.get(factor, 1):
+            return str(factor)
+    return str(dims[-1])
+
+
+def _along(node: fx.Node, bound: Any, axis: str, given: list[Placement], factor: str) -> Placement:
+    if factor in bound.whole:
+        raise _mix(node, given, axis, "the op acts along the sharded dim, which must be whole")
+    for i, placement in enumerate(given):
+        has = any(factor in dim for dim in bound.operands[i])
+        if has and placement.kind != "S":
+            raise _mix(node, given, axis, "one operand is sharded along a dim, another that has the dim is not")
+    for dim, factors in enumerate(bound.output):
+        if factor in factors:
+            if any(p.kind == "P" for p in given):
+                raise _mix(node, given, axis, "partial and sharded operands do not mix here")
+            return S(dim)
+    if factor in bound.special:
+        return I
+    if bound.terms is None:
+        raise _mix(node, given, axis, "a nonlinear op needs the sharded dim whole")
+    for term in bound.terms:
+        sharded = any(given[i].kind == "S" for i in term)
+        partials = [i for i in term if given[i].kind == "P"]
+        if not sharded and not partials:
+            raise _mix(node, given, axis, f"the term that is not sharded would be counted once per {axis} rank")
+        if sharded and partials or len(partials) > 1:
+            raise _mix(node, given, axis, "a product of partial values is not the partial value of the product")
+    return P()
+
+
+def _partial(node: fx.Node, bound: Any, axis: str, given: list[Placement]) -> Placement:
+    if bound.terms is None:
+        raise _mix(node, given, axis, "a nonlinear op of a partial value is not the partial value of its result")
+    for term in bound.terms:
+        partials = [i for i in term if given[i].kind == "P"]
+        if len(partials) != 1 or partials[0] not in bound.carriers:
+            raise _mix(node, given, axis, "each term of a sum needs exactly one partial operand, where the op is linear")
+    return next(p for p in given if p.kind == "P")
+
+
+# ---- helpers -------------------------------------------------------------------------------------------------------
+
+
+def _ops(graph: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in graph.graph.nodes if n.op == "call_function" and "sizes" in n.meta]
+
+
+def _tensor(value: Any) -> fx.Node:
+    assert isinstance(value, fx.Node), "an operand is a node"
+    return value
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands in order, once for each place they stand in."""
+    found: list[fx.Node] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, fx.Node) and "shape" in value.meta:
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                visit(item)
+
+    for value in (*node.args, *node.kwargs.values()):
+        visit(value)
+    return found
+
+
+def _agrees(here: Layout, wanted: Layout, grad: bool) -> bool:
+    if here.dims != wanted.dims:
+        return False
+    mine, theirs = dict(here.rest), dict(wanted.rest)
+    return all(p == theirs.get(a, R) or (not grad and p.whole and theirs.get(a, R).whole) for a, p in mine.items())
+
+
+def _any_of(placements: set[Placement]) -> str:
+    return " or ".join(sorted(map(str, placements)))
+
+
+def _broken(what: str, node: fx.Node, why: str) -> CheckError:
+    module = node.meta.get("module") or ""
+    return CheckError(what, node=f"%{node.name}   {module}", source=node.meta.get("source"), why=why)
+
+
+def _mix(node: fx.Node, given: list[Placement], axis: str, why: str) -> CheckError:
+    name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
+    return _broken(f"{name} cannot take {', '.join(map(str, given))} on axis '{axis}'", node, why)

@@ -1,0 +1,1 @@
+"""Parallel graph → Python source. `emit` is the way in."""

@@ -1,0 +1,448 @@
+"""The emitted module: one class a distinct block, one for the root, a table of sizes, and no rank anywhere in the text."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from ndcompile.codegen.ops import KEEPS_NAME, Writer, axis_name
+from ndcompile.codegen.segments import Call, Segment, calls, segments
+from ndcompile.codegen.sizes import SizeNames
+from ndcompile.mesh import MeshSpec
+from ndcompile.placement import COLLECTIVES, I, R
+from ndcompile.rules.registry import op_name, operands, signature
+
+RESERVED = frozenset(keyword.kwlist) | frozenset(
+    "torch F self b s w rng data MESH Block Root abs pow sum max min all any slice int float bool list dict len range "
+    "input type id iter next map filter zip str repr hash dir vars print eval exec open set tuple round sorted".split()
+)
+
+
+@dataclass
+class Emitted:
+    """The source, the name of its root class, and the axes whose flattened groups it uses."""
+
+    source: str
+    root: str
+    flattened: list[tuple[str, ...]]
+
+
+@dataclass
+class Names:
+    """What the emitted module takes over from the model: class names by module path, and its config's numbers."""
+
+    classes: Mapping[str, str]
+    config: Mapping[str, Any]
+
+
+def emit(graph: fx.GraphModule, mesh: MeshSpec, names: Names, title: str) -> Emitted:
+    """Write the parallel graph as Python. Reads `layout`, `move`, `segment`, `block`, `kind`."""
+    return _Emitter(graph, mesh, names, title).emit()
+
+
+class _Emitter:
+    def __init__(self, graph: fx.GraphModule, mesh: MeshSpec, names: Names, title: str) -> None:
+        self.graph, self.mesh, self.names, self.title = graph, mesh, names, title
+        self.sizes = SizeNames(mesh, names.config)
+        ops = [n for n in graph.graph.nodes if n.op == "call_function" and "shape" in n.meta]
+        plain = [n for n in ops if "move" not in n.meta and op_name(n.target) not in UNSIGNED]
+        self.sizes.learn(graph, {n: signature(n) for n in plain})
+        self.segments = segments(graph)
+        self.calls = calls(graph, self.segments)
+        self.axes: set[tuple[str, ...]] = {(name,) for name in mesh.names}
+        self.runtime: set[str] = set()
+        self.root = _identifier(names.classes.get("", "Model"))
+        self.functions: dict[int, str] = {}
+        self.class_names: dict[Any, str] = {}
+
+    def emit(self) -> Emitted:
+        classes = self._classes()
+        root = self._root()
+        flattened = sorted(axes for axes in self.axes if len(axes) > 1)
+        return Emitted("\n".join([*self._head(), *classes, *root]) + "\n", self.root, flattened)
+
+    # ---- the head ------------------------------------------------------------------------------------------------
+
+    def _head(self) -> list[str]:
+        flattened = sorted(axes for axes in self.axes if len(axes) > 1)
+        extra = "".join(f", {axes!r}" for axes in flattened)
+        imports = sorted({"Block", "Root", "current", "weight"} | self.runtime)
+        lines = [f'"""{self.title}"""', "", "import torch", "import torch.nn.functional as F", ""]
+        lines += _wrapped("from ndcompile.runtime import (", imports, ")")
+        lines += ["", f'MESH = current("{"" if str(self.mesh) == "one rank" else self.mesh}"{extra})']
+        lines += [f'{axis_name(axes)} = MESH{list(axes) if len(axes) > 1 else [axes[0]]}'.replace("'", '"') for axes in sorted(self.axes)]
+        if self.sizes.table:
+            rows = [f"{name} = {value}" for name, value in self.sizes.table.items()]
+            lines += ["", "# sizes, of whole dims", *rows]
+        return lines
+
+    # ---- blocks --------------------------------------------------------------------------------------------------
+
+    def _classes(self) -> list[str]:
+        lines: list[str] = []
+        done: set[int | None] = set()
+        for segment in self.segments:
+            if not segment.block or segment.kind in done:
+                continue
+            done.add(segment.kind)
+            name = self._class_name(segment)
+            blocks = [s.block for s in self.segments if s.kind == segment.kind]
+            parameters, body, result = self._function(segment)
+            lines += ["", "", f"class {name}(Block):  # {_range(blocks)}", "    weights = dict("]
+            lines += self._weights(segment, "        ")
+            lines += ["    )", ""]
+            given = ", ".join(parameters)
+            passed = ", ".join(["w", *parameters])
+            lines += [f"    def forward(self{', ' + given if given else ''}):"]
+            lines += [f"        # {text}" for text in self._bucket_comments(segment)]
+            lines += ["        with self.gathered() as w:"]
+            lines += [f"            return self.compute({passed})", ""]
+            lines += ["    @staticmethod", f"    def compute({passed}):", *_indented(body, 8), f"        return {result}"]
+        return lines
+
+    def _class_name(self, segment: Segment) -> str:
+        if segment.kind not in self.class_names:
+            base = name = _identifier(self.names.classes.get(segment.block, "Block"))
+            taken, number = {*self.class_names.values(), self.root}, 2
+            while name in taken:
+                name, number = f"{base}{number}", number + 1
+            self.class_names[segment.kind] = name
+        return self.class_names[segment.kind]
+
+    def _weights(self, segment: Segment, margin: str) -> list[str]:
+        lines = []
+        for entry, name in zip(segment.entries, self._entry_names(segment), strict=True):
+            path = entry.parameter[len(segment.block) + 1 :] if _inside(entry.parameter, segment.block) else "/" + entry.parameter
+            arguments = [f'"{path}"']
+            gather = {m.args[1]: m.kwargs["dim"] for m in entry.moves if op_name(m.target) == "runtime.all_gather"}
+            reduce = [m.args[1] for m in entry.moves if op_name(m.target) == "runtime.replicate"]
+            arguments += [f"gather={gather!r}".replace("'", '"')] if gather else []
+            arguments += [f"reduce={tuple(reduce)!r}".replace("'", '"')] if reduce else []
+            used = entry.node.meta["layout"].without(a for a in self.mesh.names if entry.node.meta["layout"].on(a) == R)
+            lines.append(_commented(f"{margin}{name}=weight({', '.join(arguments)}),", str(used)))
+        return lines
+
+    def _entry_names(self, segment: Segment) -> list[str]:
+        """The shortest distinct tails of the parameters' paths, without `.weight`."""
+        names: list[str] = []
+        for entry in segment.entries:
+            parts = re.sub(r"\.weight$", "", entry.parameter).split(".")
+            if parts == [entry.parameter] and entry.parameter == "weight":
+                parts = ["weight"]
+            count = 2 if parts[-1] == "bias" or parts[-1].isdigit() else 1
+            name = _identifier("_".join(parts[-count:]))
+            while name in names and count < len(parts):
+                count += 1
+                name = _identifier("_".join(parts[-count:]))
+            number = 2
+            while name in names:
+                name, number = f"{name}_{number}", number + 1
+            names.append(name)
+        return names
+
+    def _bucket_comments(self, segment: Segment) -> list[str]:
+        """One line for each collective of the segment's bucket."""
+        parts: dict[Any, list[fx.Node]] = {}
+        for entry in segment.entries:
+            for node in entry.moves:
+                move = node.meta["move"]
+                row = move.conversion
+                sides = f"{row.forward if row.forward in COLLECTIVES else '–'} ⇄ {row.backward}"
+                kinds = f"{move.source.kind}→{move.target.kind}"
+                parts.setdefault((move.axes, kinds, sides), []).append(node)
+        return [
+            f"{' × '.join(axes)} {kinds}   {sides}   {_bytes(sum(self._local_bytes(n, axes) for n in nodes))}"
+            for (axes, kinds, sides), nodes in parts.items()
+        ]
+
+    def _local_bytes(self, node: fx.Node, axes: tuple[str, ...]) -> float:
+        layout = node.meta["layout"]
+        shards = self.mesh.size(*(a for dim in layout.dims for a in dim if a not in axes))
+        return float(node.meta["nbytes"]) / shards
+
+    # ---- one function --------------------------------------------------------------------------------------------
+
+    def _function(self, segment: Segment) -> tuple[list[str], list[str], str]:
+        """Parameter names (without `w`), body lines, and the returned expression."""
+        entries = self._entry_names(segment)
+        names: dict[fx.Node, str] = {e.node: f"w.{n}" for e, n in zip(segment.entries, entries, strict=True)}
+        used = set(RESERVED) | self._global_names()
+        parameters = []
+        for value in segment.inputs:
+            name = self._input_name(value)
+            names[value] = "rng" if name == "rng_" else _fresh(name, used)
+            parameters.append(names[value])
+        names |= {port: names[value] for port, value in segment.ports.items()}
+        device = next(
+            (f"{names[v]}.device" for v in [*segment.inputs, *(e.node for e in segment.entries)]), '"cpu"'
+        )
+        writer = Writer(names, self.sizes, device)
+        last = {v: i for i, node in enumerate(segment.nodes) for v in operands(node)}
+        last |= {p: max((i for i, n in enumerate(segment.nodes) if p in operands(n)), default=-1) for p in segment.ports}
+        last |= {v: len(segment.nodes) for v in segment.outputs}
+        body = [self._statement(writer, node, i, last, used) for i, node in enumerate(segment.nodes)]
+        self.axes |= writer.axes
+        result = ", ".join(names[v] for v in segment.outputs) or "None"
+        return parameters, self._measures(segment, names, body) + body, result
+
+    def _global_names(self) -> set[str]:
+        return {axis_name((a,)) for a in self.mesh.names} | set(self.sizes.table) | {"data"}
+
+    def _input_name(self, value: fx.Node) -> str:
+        if value.meta.get("role") in ("input", "key", "fold"):
+            return "rng_" if value.meta["role"] != "input" else _identifier(value.meta["name"])
+        if value.meta.get("role") in ("buffer", "constant"):
+            return _identifier(value.meta["name"].split(".")[-1])
+        carried = value.meta.get("block") or (value.meta["grad"] and len(value.meta["shape"]) > 2)
+        return "x" if carried else _value_name(value)
+
+    def _statement(self, writer: Writer, node: fx.Node, at: int, last: Mapping[fx.Node, int], used: set[str]) -> str:
+        text = writer.expression(node)
+        name = op_name(node.target)
+        self.runtime |= {w for w in re.findall(r"(?<![\w.])([a-z_]+)\(", text) if w in RUNTIME}
+        base, values = name.split(".")[1] if "." in name else name, operands(node)
+        keeps = base in KEEPS_NAME and values and last.get(values[0]) == at and values[0] in writer.names
+        if keeps and not writer.names[values[0]].startswith("w."):
+            writer.names[node] = writer.names[values[0]]
+        else:
+            writer.names[node] = _fresh(_value_name(node), used)
+        return _commented(f"{writer.names[node]} = {text}", self._comment(node))
+
+    def _comment(self, node: fx.Node) -> str:
+        move = node.meta.get("move")
+        if move is not None:
+            row = move.conversion
+            used = (row.forward, row.backward if node.meta["grad"] else "")
+            forward, backward = (p if p in COLLECTIVES else "–" for p in used)
+            sides = f"{forward} ⇄ {backward}" if {forward, backward} != {"–"} else "no communication"
+            return f"{' × '.join(move.axes)} {move.source}→{move.target}   {sides}"
+        if not op_name(node.target).split(".")[1].startswith(SHOWN):
+            return ""
+        layout = node.meta["layout"]
+        quiet = [a.name for a in self.mesh.axes if layout.on(a.name) in (R, I) or a.kind.startswith("dp_")]
+        shown = str(layout.without(quiet))
+        source = (node.meta.get("source") or "").split("   ")[0]
+        return "   ".join(part for part in (shown, source) if part)
+
+    def _measures(self, segment: Segment, names: Mapping[fx.Node, str], body: list[str]) -> list[str]:
+        """`b` and `s` from the inputs: this rank's batch, and the whole sequence."""
+        code = "\n".join(line.split("  # ")[0] for line in body)
+        wanted = [symbol for symbol in ("b", "s") if re.search(rf"(?<![\w.]){symbol}(?![\w(])", code)]
+        lines = []
+        for symbol in wanted:
+            lines.append(f"{symbol} = " + self._measure(segment, names, symbol))
+        return lines
+
+    def _measure(self, segment: Segment, names: Mapping[fx.Node, str], symbol: str) -> str:
+        for value in segment.inputs:
+            for dim, size in enumerate(value.meta["sizes"]):
+                if str(size) != symbol:
+                    continue
+                axes = value.meta["layout"].dims[dim]
+                data = [a.name for a in self.mesh.axes if a.kind.startswith("dp_")]
+                text = f"{names[value]}.shape[{dim}]"
+                if symbol == "b":
+                    return text if axes or not data else " // ".join([text, *(f"{a}.size" for a in data)])
+                return " * ".join([text, *(f"{a}.size" for a in axes)])
+        raise AssertionError(f"segment {segment.number} needs the size {symbol}, which none of its inputs has")
+
+    # ---- the root ------------------------------------------------------------------------------------------------
+
+    def _root(self) -> list[str]:
+        inputs = [n for n in self.graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "input"]
+        names: dict[fx.Node, str] = {n: _identifier(n.meta["name"]) for n in inputs}
+        used = set(RESERVED) | set(names.values()) | self._global_names()
+        given = "".join(f", {names[n]}" for n in inputs)
+        keyed = [n for n in self.graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "key"]
+        names |= {n: "rng" for n in keyed}
+        body: list[str] = []
+        functions: list[str] = []
+        tables: list[str] = []
+        for call in self.calls:
+            segment = call.segments[0]
+            if segment.block:
+                body += self._block_call(call, names, used)
+                continue
+            title = self._segment_title(segment)
+            parameters, inner, result = self._function(segment)
+            if segment.entries:
+                tables += [f'        "{title}": dict(', *self._weights(segment, "            "), "        ),"]
+            functions += ["", "    @staticmethod", f"    def {title}({', '.join((['w'] if segment.entries else []) + parameters)}):"]
+            functions += [*_indented(inner, 8), f"        return {result}"]
+            arguments = [self._argument(v, names) for v in segment.inputs]
+            targets = ", ".join(self._target(v, names, used) for v in segment.outputs)
+            targets = f"{targets} = " if targets else ""
+            if segment.entries:
+                body += [f"# {text}" for text in self._bucket_comments(segment)]
+                body.append(f'with self.gathered("{title}") as w:')
+                body.append(f"    {targets}self.{title}({', '.join(['w', *arguments])})")
+            else:
+                body.append(f"{targets}self.{title}({', '.join(arguments)})")
+        results = [names[v] if isinstance(v, fx.Node) else repr(v) for v in self.graph.graph.output_node().args[0]]  # type: ignore[union-attr]
+        lines = ["", "", f"class {self.root}(Root):"]
+        lines += ["    weights = {", *tables, "    }"] if tables else []
+        rows = {s.block: self._class_name(s) for s in self.segments if s.block}
+        if rows:
+            lines += ["    blocks = {"]
+            lines += [f'        "{path}": {name},' for path, name in _block_table(rows)]
+            lines += ["    }"]
+        lines += ["", f"    def forward(self{given}{', rng' if keyed else ''}):", *_indented(body, 8)]
+        lines += [f"        return ({', '.join(results)}{',' if len(results) == 1 else ''})", *functions]
+        if keyed:
+            self.runtime.add("fold")
+        return lines
+
+    def _segment_title(self, segment: Segment) -> str:
+        roots = [s for s in self.segments if not s.block]
+        if len(roots) == 1:
+            return "compute"
+        if segment is roots[0]:
+            return "begin"
+        return "end" if segment is roots[-1] else f"between_{roots.index(segment)}"
+
+    def _target(self, value: fx.Node, names: dict[fx.Node, str], used: set[str]) -> str:
+        enters = any(value in s.inputs for s in self.segments if s.block)
+        base = "x" if enters and value.meta["grad"] and len(value.meta["shape"]) > 2 else _value_name(value)
+        names[value] = _fresh(base, used)
+        return names[value]
+
+    def _argument(self, value: fx.Node, names: Mapping[fx.Node, str]) -> str:
+        if value in names:
+            return names[value]
+        if value.meta.get("role") == "fold":
+            return f"fold(rng, {value.args[1]})"
+        assert value.meta.get("role") in ("buffer", "constant"), f"%{value.name} reaches a segment from nowhere"
+        return f'self.buffer("{value.meta["name"]}")'
+
+    def _block_call(self, call: Call, names: dict[fx.Node, str], used: set[str]) -> list[str]:
+        first, final = call.segments[0], call.segments[-1]
+        path, start = first.block.rsplit(".", 1)
+        if len(call.segments) == 1:
+            arguments = ", ".join(self._argument(v, names) for v in first.inputs)
+            targets = ", ".join(self._target(v, names, used) for v in first.outputs)
+            return [f'{targets} = self.block("{first.block}")({arguments})']
+        lines, arguments = [], []
+        carried = dict(call.carried)
+        for position, value in enumerate(first.inputs):
+            if position in carried:
+                variable = _fresh("x", used) if not self._dies(value, call) else names[value]
+                if variable != names[value]:
+                    lines.append(f"{variable} = {self._argument(value, names)}")
+                arguments.append(variable)
+                names[final.outputs[carried[position]]] = variable
+            elif value.meta.get("role") == "fold":
+                arguments.append(f"fold(rng, {int(value.args[1])} + i)" if value.args[1] else "fold(rng, i)")
+            else:
+                arguments.append(self._argument(value, names))
+        numbered = any("fold(rng" in a for a in arguments)
+        stop = int(start) + len(call.segments)
+        every = f'self.list("{path}", {start}, {stop})' if int(start) or stop != self._length(path) else f'self.list("{path}")'
+        lines.append(f"for {'i, ' if numbered else ''}block in {f'enumerate({every})' if numbered else every}:")
+        targets = ", ".join(arguments[position] for position, _ in sorted(call.carried, key=lambda pair: pair[1]))
+        lines.append(f"    {targets} = block({', '.join(arguments)})")
+        return lines
+
+    def _length(self, path: str) -> int:
+        return len({s.block for s in self.segments if s.block.rsplit(".", 1)[0] == path})
+
+    def _dies(self, value: fx.Node, call: Call) -> bool:
+        """Whether nothing after the loop needs the value that goes into it."""
+        if value.meta.get("role"):
+            return False
+        later = [s for s in self.segments if s.number > call.segments[0].number]
+        results = self.graph.graph.output_node().args[0]
+        return not any(value in s.inputs for s in later) and value not in results  # type: ignore[operator]
+
+
+UNSIGNED = frozenset({"_operator.getitem", "runtime.scale_gradient"})
+SHOWN = ("linear", "mm", "matmul", "embedding", "scaled_dot", "attention", "cross_entropy", "layer_norm", "addmm")
+RUNTIME = frozenset(
+    "replicate invariant shard partial shard_invariant partial_invariant all_gather all_gather_invariant all_to_all pad "
+    "all_reduce all_reduce_invariant reduce_scatter embedding cross_entropy dropout attention_with_dropout arange fold "
+    "scale_gradient".split()
+)
+
+
+def _inside(name: str, block: str) -> bool:
+    return bool(block) and name.startswith(block + ".")
+
+
+def _value_name(node: fx.Node) -> str:
+    """A layer's result is called as the layer, another op's as the op."""
+    base = op_name(node.target).split(".")[1] if node.op == "call_function" else node.name
+    if "move" in node.meta:
+        origin = node.args[0]
+        assert isinstance(origin, fx.Node)
+        return _value_name(origin) if origin.op == "call_function" and "bucket" not in origin.meta else "part"
+    module = node.meta.get("module") or ""
+    if base in ("linear", "embedding", "layer_norm", "rms_norm") and module:
+        parts = module.split(".")
+        return _identifier("_".join(parts[-2:]) if parts[-1].isdigit() and len(parts) > 1 else parts[-1])
+    return {
+        "scaled_dot_product_attention": "attended", "attention_with_dropout": "attended", "cross_entropy": "losses",
+        "sum": "total", "div": "loss" if not node.meta["shape"] else "ratio", "getitem": "item", "slice": "cut",
+        "pow": "power", "__and__": "both", "index": "picked", "arange": "numbers", "embedding": "embedded",
+        "pad": "padded",
+    }.get(base, _identifier(base.strip("_")))  # fmt: skip
+
+
+def _identifier(text: str) -> str:
+    text = re.sub(r"\W+", "_", text).strip("_") or "value"
+    return f"m{text}" if text[0].isdigit() else text
+
+
+def _fresh(base: str, used: set[str]) -> str:
+    name, number = base, 2
+    if base in RESERVED | RUNTIME:
+        base = name = base + "_"
+    while name in used:
+        name, number = f"{base}_{number}", number + 1
+    used.add(name)
+    return name
+
+
+def _range(blocks: list[str]) -> str:
+    return blocks[0] if len(blocks) == 1 else f"{blocks[0]} … {blocks[-1].rsplit('.', 1)[1]}"
+
+
+def _block_table(rows: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Runs of neighbours with one class as `path[start:stop]`."""
+    runs: list[tuple[str, int, int, str]] = []
+    for block, name in rows.items():
+        path, _, number = block.rpartition(".")
+        if runs and runs[-1][0] == path and runs[-1][2] == int(number) and runs[-1][3] == name:
+            runs[-1] = (path, runs[-1][1], int(number) + 1, name)
+        else:
+            runs.append((path, int(number), int(number) + 1, name))
+    return [(f"{path}[{start}:{stop}]", name) for path, start, stop, name in runs]
+
+
+def _commented(code: str, comment: str) -> str:
+    return f"{code:<72}  # {comment}" if comment else code
+
+
+def _indented(lines: list[str], width: int) -> list[str]:
+    return [" " * width + line for line in lines]
+
+
+def _wrapped(head: str, items: list[str], tail: str) -> list[str]:
+    lines, row = [head], "   "
+    for item in items:
+        if len(row) + len(item) > 110:
+            lines.append(row)
+            row = "   "
+        row += f" {item},"
+    return [*lines, row, tail]
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"

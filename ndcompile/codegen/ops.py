@@ -1,0 +1,284 @@
+"""How each op reads in Python. What is not listed is called by its full ATen name, which runs as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ndcompile.codegen.sizes import SizeNames
+from ndcompile.placement import BY_NAME
+from ndcompile.rules.registry import arguments, op_name
+
+INFIX = {
+    "aten.add.Tensor": "+", "aten.sub.Tensor": "-", "aten.mul.Tensor": "*", "aten.div.Tensor": "/",
+    "aten.add.Scalar": "+", "aten.sub.Scalar": "-", "aten.mul.Scalar": "*", "aten.div.Scalar": "/",
+    "aten.eq.Tensor": "==", "aten.ne.Tensor": "!=", "aten.lt.Tensor": "<", "aten.le.Tensor": "<=",
+    "aten.gt.Tensor": ">", "aten.ge.Tensor": ">=", "aten.eq.Scalar": "==", "aten.ne.Scalar": "!=",
+    "aten.lt.Scalar": "<", "aten.le.Scalar": "<=", "aten.gt.Scalar": ">", "aten.ge.Scalar": ">=",
+    "aten.__and__.Tensor": "&", "aten.bitwise_and.Tensor": "&", "aten.__or__.Tensor": "|",
+    "aten.bitwise_or.Tensor": "|", "aten.pow.Tensor_Scalar": "**", "aten.mm.default": "@", "aten.matmul.default": "@",
+}  # fmt: skip
+FUNCTIONAL = frozenset(
+    "linear gelu silu relu layer_norm rms_norm softplus leaky_relu elu hardtanh mish hardswish "
+    "scaled_dot_product_attention".split()
+)
+TORCH = frozenset(
+    "rsqrt sqrt exp log sin cos tanh sigmoid abs erf where cumsum diff tril triu maximum minimum logical_and "
+    "logical_or logical_not bmm addmm reciprocal log1p expm1 floor clamp isnan isinf zeros_like".split()
+)
+METHODS = frozenset("transpose permute unsqueeze squeeze t detach masked_fill amax amin argmax any all var select".split())
+DTYPE = {"aten.sum.default", "aten.sum.dim_IntList", "aten.mean.dim", "aten.mean.default"}
+
+
+class Writer:
+    """Writes nodes as expressions; `names` gives each value its variable."""
+
+    def __init__(self, names: dict[fx.Node, str], sizes: SizeNames, device: str) -> None:
+        self.names, self.sizes, self.device = names, sizes, device
+        self.axes: set[tuple[str, ...]] = set()
+
+    def expression(self, node: fx.Node) -> str:
+        name = op_name(node.target)
+        if name in SPECIAL:
+            return SPECIAL[name](self, node)
+        if "move" in node.meta:
+            return self.conversion(node)
+        base = name.split(".")[1] if name.startswith("aten.") else name
+        if name in INFIX and not node.kwargs:
+            left, right = (self.text(a) for a in node.args)
+            return f"{left} {INFIX[name]} {right}"
+        if base in FUNCTIONAL:
+            return f"F.{base}({self.listed(node)})"
+        if base in TORCH:
+            return f"torch.{base}({self.listed(node)})"
+        if base in METHODS:
+            return f"{self.text(node.args[0])}.{base}({self.listed(node, skip=1)})"
+        return f"{name if not name.startswith('aten.') else 'torch.ops.' + name}({self.listed(node)})"
+
+    def listed(self, node: fx.Node, skip: int = 0) -> str:
+        """The arguments as written, keywords by name."""
+        positional = [self.text(a) for a in node.args[skip:]]
+        return ", ".join(positional + [f"{k}={self.text(v)}" for k, v in node.kwargs.items()])
+
+    def text(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            if "size" in value.meta:
+                text = self.sizes.expression(value.meta["size"])
+                return f"({text})" if " " in text else text
+            return self.names[value]
+        if isinstance(value, (list, tuple)):
+            inner = ", ".join(self.text(v) for v in value)
+            return f"({inner},)" if len(value) == 1 else f"({inner})"
+        if isinstance(value, torch.device):
+            return self.device
+        return repr(value)
+
+    def axis(self, names: str | tuple[str, ...]) -> str:
+        """The variable of an axis, or of several as one."""
+        listed = (names,) if isinstance(names, str) else tuple(names)
+        self.axes.add(listed)
+        return axis_name(listed)
+
+    def conversion(self, node: fx.Node) -> str:
+        value, axis = node.args
+        extra = [f"{k}={self._kwarg(node, k, v)}" for k, v in node.kwargs.items()]
+        return f"{op_name(node.target).split('.')[1]}({', '.join([self.text(value), self.axis(axis), *extra])})"
+
+    def _kwarg(self, node: fx.Node, key: str, value: Any) -> str:
+        return self.sizes.whole(node, node.kwargs["dim"]) if key == "size" else repr(value)
+
+    def local_shape(self, node: fx.Node) -> list[str]:
+        return [self.sizes.local(node, dim) for dim in range(len(node.meta["shape"]))]
+
+
+def axis_name(names: tuple[str, ...]) -> str:
+    if len(names) == 1:
+        return names[0].replace(".", "_")
+    return "data" if names == ("dp_replicate", "dp_shard") else "_".join(n.replace(".", "_") for n in names)
+
+
+def _reshape(w: Writer, node: fx.Node) -> str:
+    return f"{w.text(node.args[0])}.reshape({', '.join(w.local_shape(node))})"
+
+
+def _flatten(w: Writer, node: fx.Node) -> str:
+    return f"{w.text(node.args[0])}.flatten({w.listed(node, skip=1)})"
+
+
+def _unflatten(w: Writer, node: fx.Node) -> str:
+    given = arguments(node)
+    at, count = given["dim"] % len(given["self"].meta["shape"]), len(given["sizes"])
+    shape = w.local_shape(node)[at : at + count]
+    return f"{w.text(node.args[0])}.unflatten({given['dim']}, ({', '.join(shape)}))"
+
+
+def _expand(w: Writer, node: fx.Node) -> str:
+    return f"{w.text(node.args[0])}.expand({', '.join(w.local_shape(node))})"
+
+
+def _filled(name: str) -> Callable[[Writer, fx.Node], str]:
+    def write(w: Writer, node: fx.Node) -> str:
+        shape = ", ".join(w.local_shape(node))
+        fill = f", {w.text(arguments(node)['fill_value'])}" if name == "full" else ""
+        return f"torch.{name}(({shape}{',' if len(node.meta['shape']) == 1 else ''}){fill}, dtype={node.meta['dtype']}, device={w.device})"
+
+    return write
+
+
+def _arange(w: Writer, node: fx.Node) -> str:
+    given = arguments(node)
+    start, end, step = given.get("start", 0), given["end"], given.get("step", 1)
+    ends = [w.text(v) if isinstance(v, fx.Node) else _count(w, node, v, start) for v in (start, end)]
+    axes = node.meta["layout"].dims[0]
+    if axes:
+        return f"arange({ends[0]}, {ends[1]}, {step}, {w.axis(axes)}, device={w.device}, dtype={node.meta['dtype']})"
+    listed = [ends[1]] if start == 0 and step == 1 else [*ends, repr(step)]
+    dtype = "" if node.meta["dtype"] == torch.int64 else f", dtype={node.meta['dtype']}"
+    return f"torch.arange({', '.join(listed)}{dtype}, device={w.device})"
+
+
+def _count(w: Writer, node: fx.Node, value: Any, start: Any) -> str:
+    return w.sizes.whole(node, 0) if value == node.meta["sizes"][0] and start == 0 and value != 1 else repr(value)
+
+
+def _slice(w: Writer, node: fx.Node) -> str:
+    given = arguments(node)
+    source = given["self"]
+    dim = given["dim"] % len(node.meta["shape"])
+    ends = [
+        "" if value in (None, 0) or (isinstance(value, int) and value >= 1 << 62)
+        else w.sizes.fraction(source, dim, value) if isinstance(value, int) else w.text(value)
+        for value in (given["start"], given["end"])
+    ]  # fmt: skip
+    step = f":{given['step']}" if given["step"] != 1 else ""
+    return f"{w.text(source)}[{':, ' * dim}{ends[0]}:{ends[1]}{step}]"
+
+
+def _index(w: Writer, node: fx.Node) -> str:
+    listed = [w.text(i) if i is not None else ":" for i in node.args[1]]
+    return f"{w.text(node.args[0])}[{', '.join(listed)}]"
+
+
+def _split(w: Writer, node: fx.Node) -> str:
+    given = arguments(node)
+    size = given.get("split_size", given.get("split_sizes"))
+    dim, source = given["dim"] % len(given["self"].meta["shape"]), given["self"]
+    text = (
+        w.sizes.fraction(source, dim, size)
+        if isinstance(size, int)
+        else f"({', '.join(w.sizes.fraction(source, dim, n) if isinstance(n, int) else w.text(n) for n in size)})"
+    )
+    return f"{w.text(source)}.split({text}, {dim})"
+
+
+def _embedding(w: Writer, node: fx.Node) -> str:
+    given = arguments(node)
+    listed = [w.text(given["indices"]), w.text(given["weight"])]
+    if given["padding_idx"] not in (-1, None):
+        listed.append(f"padding_idx={given['padding_idx']}")
+    listed += _algorithm(w, node, given["weight"], 0)
+    return f"embedding({', '.join(listed)})"
+
+
+def _cross_entropy(w: Writer, node: fx.Node) -> str:
+    given = arguments(node)
+    listed = [w.text(given["logits"]), w.text(given["target"]), *_algorithm(w, node, given["logits"], 1)]
+    listed += [f"ignore_index={given['ignore_index']}"] if given["ignore_index"] != -100 else []
+    listed += [f"label_smoothing={given['label_smoothing']}"] if given["label_smoothing"] else []
+    return f"cross_entropy({', '.join(listed)})"
+
+
+def _algorithm(w: Writer, node: fx.Node, table: fx.Node, dim: int) -> list[str]:
+    """The axis that a masked lookup or a special algorithm works over, and the whole size of what it shards."""
+    axes = [axis for axis, _ in node.meta.get("algorithm_axes", [])]
+    if not axes:
+        return []
+    return [f"axis={w.axis(tuple(axes))}", f"size={w.sizes.whole(table, dim)}"]
+
+
+def _shards(w: Writer, node: fx.Node) -> str:
+    dims = {d: axes for d, axes in enumerate(node.meta["layout"].dims) if axes}
+    return "{" + ", ".join(f"{d}: {w.axis(axes)}" for d, axes in dims.items()) + "}"
+
+
+def _uneven(w: Writer, node: fx.Node) -> str:
+    sizes = node.meta["shape"]
+    odd = [
+        d for d, axes in enumerate(node.meta["layout"].dims) if axes and not sizes[d].divides_by(w.sizes.mesh.size(*axes))
+    ]
+    return f", sizes={{{', '.join(f'{d}: {w.sizes.whole(node, d)}' for d in odd)}}}" if odd else ""
+
+
+def _dropout(w: Writer, node: fx.Node) -> str:
+    x, p, key, site = node.args
+    return f"dropout({w.text(x)}, {p}, {w.text(key)}, {site}, shards={_shards(w, node)}{_uneven(w, node)})"
+
+
+def _attention_with_dropout(w: Writer, node: fx.Node) -> str:
+    return f"attention_with_dropout({w.listed(node)}, shards={_shards(w, node)})"
+
+
+def _layer_norm(w: Writer, node: fx.Node) -> str:
+    given = arguments(node)
+    count = len(given["normalized_shape"])
+    rank = len(node.meta["shape"])
+    shape = "".join(f"{w.sizes.whole(node, d)}, " for d in range(rank - count, rank))
+    rest = [w.text(given[k]) for k in ("weight", "bias") if k in given]
+    base = op_name(node.target).split(".")[1]
+    return f"F.{base}({w.text(node.args[0])}, ({shape.rstrip() if count == 1 else shape[:-2]}), {', '.join(rest)}, eps={given['eps']})"
+
+
+def _reduction(name: str) -> Callable[[Writer, fx.Node], str]:
+    def write(w: Writer, node: fx.Node) -> str:
+        given = arguments(node)
+        dims = given.get("dim")
+        listed = [] if not dims else [repr(tuple(dims)) if len(dims) > 1 else repr(dims[0])]
+        listed += ["keepdim=True"] if given.get("keepdim") else []
+        listed += [f"dtype={given['dtype']}"] if given.get("dtype") else []
+        return f"{w.text(node.args[0])}.{name}({', '.join(listed)})"
+
+    return write
+
+
+def _scale_gradient(w: Writer, node: fx.Node) -> str:
+    return f"scale_gradient({w.text(node.args[0])}, 1 / {w.axis(node.meta['data_axes'])}.size)"
+
+
+SPECIAL: dict[str, Callable[[Writer, fx.Node], str]] = {
+    **dict.fromkeys(("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"), _reshape),
+    "aten.flatten.using_ints": _flatten,
+    "aten.unflatten.int": _unflatten,
+    "aten.expand.default": _expand,
+    "aten.ones.default": _filled("ones"),
+    "aten.zeros.default": _filled("zeros"),
+    "aten.full.default": _filled("full"),
+    **dict.fromkeys(("aten.arange.default", "aten.arange.start", "aten.arange.start_step"), _arange),
+    "aten.slice.Tensor": _slice,
+    "aten.index.Tensor": _index,
+    **dict.fromkeys(("aten.split.Tensor", "aten.split_with_sizes.default"), _split),
+    "aten.embedding.default": _embedding,
+    "runtime.cross_entropy": _cross_entropy,
+    "runtime.dropout": _dropout,
+    "runtime.attention_with_dropout": _attention_with_dropout,
+    "aten.layer_norm.default": _layer_norm,
+    "aten.rms_norm.default": _layer_norm,
+    "aten.sum.default": _reduction("sum"),
+    "aten.sum.dim_IntList": _reduction("sum"),
+    "aten.mean.dim": _reduction("mean"),
+    "aten.mean.default": _reduction("mean"),
+    "aten.neg.default": lambda w, n: f"-{w.text(n.args[0])}",
+    "aten.to.dtype": lambda w, n: f"{w.text(n.args[0])}.to({n.args[1]})",
+    "aten.cat.default": lambda w, n: f"torch.cat({w.listed(n)})",
+    "aten.pad.default": lambda w, n: f"F.pad({w.listed(n)})",
+    "aten.softmax.int": lambda w, n: f"{w.text(n.args[0])}.softmax({w.listed(n, skip=1)})",
+    "_operator.getitem": lambda w, n: f"{w.text(n.args[0])}[{n.args[1]}]",
+    "runtime.scale_gradient": _scale_gradient,
+}
+
+KEEPS_NAME = frozenset(BY_NAME) | frozenset(
+    "view reshape flatten unflatten transpose permute unsqueeze squeeze expand to dropout add scale_gradient".split()
+)
+"""Ops whose result takes over its first operand's variable where that is not used again."""

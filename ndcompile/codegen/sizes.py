@@ -1,0 +1,165 @@
+"""Names for sizes: dims that an op ties together are one class, and a class has one name in the emitted text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+from torch import fx
+
+from ndcompile.mesh import MeshSpec
+from ndcompile.rules.notation import Signature
+from ndcompile.rules.registry import op_name, operands
+from ndcompile.size import ONE
+
+Element = tuple[str, int | str]
+"""A dim of a node, or a factor of its rule."""
+
+HINTS = {
+    "scaled_dot_product_attention": {1: "heads", 3: "head_dim"},
+    "attention_with_dropout": {1: "heads", 3: "head_dim"},
+}
+CONFIG = {
+    "hidden_size": "hidden", "n_embd": "hidden", "d_model": "hidden", "intermediate_size": "ffn", "d_ff": "ffn",
+    "vocab_size": "vocab", "num_key_value_heads": "kv_heads", "max_position_embeddings": "positions",
+}  # fmt: skip
+"""What transformers' configs call the sizes that get a name of their own."""
+
+
+@dataclass
+class SizeNames:
+    """Gives each dim of each node a text, and collects the table of numbers behind the names."""
+
+    mesh: MeshSpec
+    config: Mapping[str, Any]
+    parent: dict[Element, Element] = field(default_factory=dict)
+    number: dict[Element, int] = field(default_factory=dict)
+    names: dict[Element, str] = field(default_factory=dict)
+    factors: dict[str, Signature] = field(default_factory=dict)
+    table: dict[str, int] = field(default_factory=dict)
+
+    def learn(self, graph: fx.GraphModule, signatures: Mapping[fx.Node, Signature]) -> None:
+        """Tie dims together along every op, then name the classes that have a usual name."""
+        for node in graph.graph.nodes:
+            for dim, size in enumerate(node.meta.get("shape", ())):
+                if size.constant and size != ONE:
+                    self.number[self.root((node.name, dim))] = size.coefficient
+        for node, signature in signatures.items():
+            self._tie(node, signature)
+        for node in graph.graph.nodes:
+            if "move" in node.meta:
+                for dim in range(len(node.meta["shape"])):
+                    self._union((node.name, dim), (node.args[0].name, dim))
+        self._hint(graph)
+
+    def root(self, element: Element) -> Element:
+        path = []
+        while self.parent.setdefault(element, element) != element:
+            path.append(element)
+            element = self.parent[element]
+        for passed in path:
+            self.parent[passed] = element
+        return element
+
+    def _union(self, a: Element, b: Element) -> None:
+        a, b = self.root(a), self.root(b)
+        if a != b:
+            self.parent[b] = a
+            self.number.setdefault(a, self.number.get(b, 0))
+
+    def _tie(self, node: fx.Node, signature: Signature) -> None:
+        self.factors[node.name] = signature
+        tensors = [*zip(operands(node), signature.operands, strict=True), (node, signature.output)]
+        for factor, size in signature.sizes.items():
+            if size.constant and size != ONE:
+                self.number[self.root((node.name, factor))] = size.coefficient
+        for tensor, dims in tensors:
+            for dim, factors in enumerate(dims):
+                if len(factors) == 1 and tensor.meta["shape"][dim] == signature.sizes[factors[0]]:
+                    self._union((node.name, factors[0]), (tensor.name, dim))
+
+    def _hint(self, graph: fx.GraphModule) -> None:
+        for node in graph.graph.nodes:
+            base = op_name(node.target).split(".")[1] if node.op == "call_function" else ""
+            for dim, name in HINTS.get(base, {}).items():
+                for tensor in (node, operands(node)[0]):
+                    self._name((tensor.name, dim), name)
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and op_name(node.target) == "aten.embedding.default":
+                table = operands(node)[0]
+                integers = operands(node)[1].meta.get("role") == "input"
+                self._name((table.name, 0), "vocab" if integers else "positions")
+                self._name((table.name, 1), "hidden")
+        known = [(self.config[key], name) for key, name in CONFIG.items() if isinstance(self.config.get(key), int)]
+        values = [value for value, _ in known]
+        by_value = {value: name for value, name in known if values.count(value) == 1}
+        for element, value in list(self.number.items()):
+            root = self.root(element)
+            if value in by_value and root not in self.names and self.table.get(by_value[value], value) == value:
+                self._name(root, by_value[value])
+
+    def _name(self, element: Element, name: str) -> str:
+        root = self.root(element)
+        if root in self.names:
+            return self.names[root]
+        value = self.number.get(root, 0)
+        if not value:
+            return ""
+        while self.table.setdefault(name, value) != value:
+            name += "_"
+        self.names[root] = name
+        return name
+
+    def whole(self, node: fx.Node, dim: int) -> str:
+        """The global size of a dim."""
+        size = node.meta["sizes"][dim]
+        if not isinstance(size, int):
+            return self.expression(size)
+        if size == 1:
+            return "1"
+        factors = self.factors[node.name].output[dim] if node.name in self.factors else ()
+        if len(factors) > 1:
+            return " * ".join(self._factor(node, f) for f in factors)
+        return self._name((node.name, dim), f"n{size}")
+
+    def _factor(self, node: fx.Node, factor: str) -> str:
+        size = self.factors[node.name].sizes[factor]
+        return self._name((node.name, factor), f"n{size.coefficient}") if size.constant else str(size)
+
+    def expression(self, size: Any) -> str:
+        """A global size in `b` (this rank's batch) and `s` (the whole sequence)."""
+        data = [a.name for a in self.mesh.axes if a.kind.startswith("dp_")]
+        text = str(sympy.factor(size))
+        if "b" in {str(symbol) for symbol in sympy.sympify(size).free_symbols} and data:
+            text = " * ".join([text, *(f"{axis}.size" for axis in data)])
+        return text
+
+    def local(self, node: fx.Node, dim: int) -> str:
+        """The size of a dim on this rank, by the node's layout."""
+        axes, size = node.meta["layout"].dims[dim], node.meta["shape"][dim]
+        if not axes:
+            return self.whole(node, dim)
+        if not size.divides_by(self.mesh.size(*axes)):
+            return f"{axes[0]}.part({self.whole(node, dim)})"
+        data = {a.name for a in self.mesh.axes if a.kind.startswith("dp_")}
+        if "b" in size.symbols and data <= set(axes):
+            text, axes = str(sympy.factor(node.meta["sizes"][dim])), tuple(a for a in axes if a not in data)
+        else:
+            text = self.whole(node, dim)
+        return " // ".join([text if " " not in text or not axes else f"({text})", *(f"{axis}.size" for axis in axes)])
+
+    def fraction(self, node: fx.Node, dim: int, value: int) -> str:
+        """A position inside a dim: a part of its size where it is one (`head_dim // 2`), else the number."""
+        size = node.meta["shape"][dim]
+        if not size.constant or value <= 1 or value >= 1 << 62:
+            return str(value)
+        total = size.coefficient
+        if value == total:
+            return self.whole(node, dim)
+        common = math.gcd(value, total)
+        if value % common == 0 and total % value == 0:
+            return f"{self.whole(node, dim)} // {total // value}"
+        return str(value)

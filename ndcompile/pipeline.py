@@ -1,0 +1,122 @@
+"""The passes in order, each with the checks that hold after it. The runner times, dumps and checks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from ndcompile import checks
+from ndcompile.choose import Problem
+from ndcompile.mesh import MeshSpec
+from ndcompile.passes.drop_noops import drop_noops
+from ndcompile.passes.insert_collectives import insert_collectives
+from ndcompile.passes.lower_losses import lower_losses
+from ndcompile.passes.mark_blocks import mark_blocks
+from ndcompile.passes.propagate_layouts import Pins, propagate_layouts
+from ndcompile.passes.replace_dropout import replace_dropout
+from ndcompile.precision import Precision
+from ndcompile.rules.registry import signature
+
+Check = Callable[[fx.GraphModule, MeshSpec], None]
+
+
+@dataclass
+class Job:
+    """What the steps of one compilation share."""
+
+    graph: fx.GraphModule
+    mesh: MeshSpec
+    precision: Precision
+    pins: Pins
+    pinned_names: dict[str, str]
+    lists: frozenset[str]
+    local_outputs: bool = False
+    reference: fx.GraphModule | None = None
+    problems: dict[str, Problem] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass, and what holds after it."""
+
+    name: str
+    run: Callable[[Job], Any]
+    ensures: tuple[Check, ...] = ()
+
+
+def _propagate(job: Job) -> None:
+    job.problems = propagate_layouts(job.graph, job.mesh, job.pins, job.local_outputs)
+
+
+def _keep_reference(job: Job) -> None:
+    job.reference = fx.GraphModule(job.graph, job.graph.graph.__class__())
+    copied: dict[fx.Node, fx.Node] = {}
+    output = job.reference.graph.graph_copy(job.graph.graph, copied)  # type: ignore[arg-type]
+    job.reference.graph.output(output)
+    for node, twin in copied.items():
+        twin.meta = dict(node.meta)
+
+
+PIPELINE: tuple[Step, ...] = (
+    Step("drop_noops", lambda job: drop_noops(job.graph), (checks.no_noops,)),
+    Step("lower_losses", lambda job: lower_losses(job.graph)),
+    Step("mark_blocks", lambda job: mark_blocks(job.graph, job.lists, job.pinned_names)),
+    Step("replace_dropout", lambda job: replace_dropout(job.graph), (checks.no_hidden_randomness,)),
+    Step("keep_reference", _keep_reference),
+    Step("propagate_layouts", _propagate, (checks.every_value_placed,)),
+    Step(
+        "insert_collectives",
+        lambda job: insert_collectives(job.graph, job.mesh, job.precision),
+        (
+            checks.no_implicit_communication,
+            checks.conversions_are_rows,
+            checks.reductions_state_their_dtype,
+            checks.reduced_exactly_once,
+            checks.same_collectives_on_every_rank,
+            lambda graph, mesh: checks.ops_are_legal(graph, mesh, signature),
+        ),
+    ),
+)
+
+
+def run(job: Job, dump: Path | None = None) -> Job:
+    """Run every step; raise where a check does not hold; write each step's graph to `dump` as Python."""
+    for number, step in enumerate(PIPELINE, 1):
+        begin = time.perf_counter()
+        step.run(job)
+        job.times[step.name] = time.perf_counter() - begin
+        begin = time.perf_counter()
+        for check in step.ensures:
+            check(job.graph, job.mesh)
+        job.times["checks"] = job.times.get("checks", 0.0) + time.perf_counter() - begin
+        if dump is not None:
+            write_dump(dump / f"{number}_{step.name}.py", step.name, job.times[step.name], job.graph)
+    return job
+
+
+def write_dump(path: Path, name: str, seconds: float, graph: fx.GraphModule) -> None:
+    """One graph as a Python file, headed by the pass that made it and its time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    code = graph.graph.python_code("self", verbose=False)
+    layouts = [
+        f"# {n.name:<40} {n.meta['layout']}" for n in graph.graph.nodes if n.meta.get("layout") is not None
+    ]
+    head = [f'"""The graph after {name}, which took {seconds * 1e3:.1f} ms."""', "import torch", "from torch import device"]
+    head += [f"{key} = {_import_text(value)}" for key, value in code.globals.items() if key not in ("torch", "device")]
+    path.write_text("\n".join([*head, code.src, *(["# layouts", *layouts] if layouts else [])]) + "\n")
+
+
+def _import_text(value: Any) -> str:
+    if isinstance(value, torch._ops.OpOverload):
+        return f"torch.ops.{value}"
+    module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    if module and name:
+        return f"__import__({module!r}, fromlist=[{name!r}]).{name}"
+    return repr(value)

@@ -1,0 +1,194 @@
+"""The small questions around compilation: example inputs, pins, parameters, and the manifest."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from ndcompile.axes import KINDS
+from ndcompile.capture import Captured, Inputs, name_dims, on_meta
+from ndcompile.codegen.emit import Emitted
+from ndcompile.errors import CompileError
+from ndcompile.mesh import KINDS as AXIS_KINDS
+from ndcompile.mesh import MeshSpec
+from ndcompile.pipeline import Job
+from ndcompile.placement import I, Layout, Placement, R, S
+from ndcompile.program import Parameter, parameter_plans
+from ndcompile.runtime.manifest import Argument, InputPlan, Manifest
+
+
+def check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise CompileError(f"{name}={value!r} is no option", tries=" or ".join(map(repr, allowed)))
+
+
+def examples(model: nn.Module) -> dict[str, Tensor]:
+    """Example inputs of a transformers model, from its config; for others an error that says what to pass."""
+    config = getattr(model, "config", None)
+    parameters = inspect.signature(model.forward).parameters
+    if config is None or "input_ids" not in parameters or not hasattr(config, "vocab_size"):
+        raise CompileError(
+            f"example inputs are needed to compile {type(model).__name__}",
+            why=f"its forward{inspect.signature(model.forward)} does not say the inputs' shapes and dtypes",
+            tries="nd.parallelize(model, mesh, example_inputs={...}) with tensors as one call takes them; sizes mean nothing",
+        )
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    return {"input_ids": ids} | ({"labels": ids.clone()} if "labels" in parameters else {})
+
+
+def ambient_autocast(model: nn.Module, example: Inputs) -> torch.dtype | None:
+    """The dtype of the autocast that compile is called under, for the device that the model is on."""
+    device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), None)
+    for kind in dict.fromkeys(filter(None, (device, "cuda", "cpu"))):
+        if torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+    return None
+
+
+def pins(
+    model: nn.Module, placements: Mapping[str, Mapping[str, Any]] | None, mesh: MeshSpec
+) -> dict[str, dict[str, Placement]]:
+    """The user's pins with our placements for torch's, and known axes only."""
+    found: dict[str, dict[str, Placement]] = {}
+    for pattern, by_axis in (placements or {}).items():
+        for axis, given in by_axis.items():
+            if axis.partition(".")[0] not in AXIS_KINDS:
+                raise CompileError(f"the pin '{pattern}' names axis '{axis}'", tries=", ".join(mesh.names))
+            if axis not in mesh.names:
+                continue
+            if KINDS[mesh[axis].kind].shards_batch:
+                raise CompileError(
+                    f"the pin '{pattern}' is on data axis '{axis}'",
+                    why="data axes are forced: inputs are sharded on the batch, parameters whole where they are used",
+                    tries="a pin on tp",
+                )
+            found.setdefault(pattern, {})[axis] = _placement(pattern, given)
+    return found
+
+
+def _placement(pattern: str, given: Any) -> Placement:
+    if isinstance(given, Placement):
+        return given
+    kind = type(given).__name__
+    if kind == "Shard":
+        return S(int(given.dim))
+    if kind == "Replicate":
+        return R
+    raise CompileError(f"the pin '{pattern}' has {given!r} for a placement", tries=("nd.S(0)", "nd.R"))
+
+
+def pinned_names(model: nn.Module, given: Mapping[str, Mapping[str, Placement]]) -> dict[str, str]:
+    """Each parameter or module that a pin matches, with the pin's text."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in model.named_modules()]
+    return {name: str(pin) for pattern, pin in given.items() for name in fnmatch.filter(names, pattern)}
+
+
+def as_pin(layout: Layout) -> dict[str, Placement]:
+    """A parameter's layout as pins on the axes where there is a choice."""
+    return {a: layout.on(a) for a in layout.axes if not KINDS[a.partition(".")[0]].shards_batch}
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy on the meta device, for a second capture."""
+    return on_meta(copy.copy(model))[0]
+
+
+def parameters(model: nn.Module, graph: fx.GraphModule, mesh: MeshSpec) -> dict[str, Parameter]:
+    """Every parameter of the model with its layout; one that the graph does not use is kept whole."""
+    stored = {
+        n.meta["name"]: n.meta["stored"] for n in graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "parameter"
+    }
+    whole = {axis: I for axis in mesh.names}
+    return {
+        name: Parameter(name, tuple(p.shape), p.dtype, stored.get(name) or Layout.make(p.dim(), whole))
+        for name, p in model.named_parameters()
+    }
+
+
+def manifest(
+    model: nn.Module,
+    example: Inputs,
+    captured: Captured,
+    job: Job,
+    emitted: Emitted,
+    found: Mapping[str, Parameter],
+    autocast: torch.dtype | None,
+) -> Manifest:
+    """All that binding needs, as plain data."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    aliases = {
+        name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name
+    }
+    named = example.named(model)
+    symbols = name_dims(named, None)
+    placeholders = {n.meta["name"]: n for n in captured.graph.graph.find_nodes(op="placeholder")}
+    inputs = [_input_plan(name, placeholders[name]) for name in captured.inputs]
+    del symbols
+    return Manifest(
+        mesh=str(job.mesh),
+        root=emitted.root,
+        model=type(model).__name__,
+        flattened=emitted.flattened,
+        parameters=parameter_plans(found, {n: p.requires_grad for n, p in model.named_parameters()}),
+        aliases=aliases,
+        buffers=[name for name, _ in model.named_buffers()],
+        arguments=_arguments(model),
+        input_plans=inputs,
+        constants=captured.constants,
+        outputs=[_output(v, job.mesh) for v in job.graph.graph.output_node().args[0]],  # type: ignore[union-attr]
+        output_text=pytree.treespec_dumps(captured.output_spec),
+        multiples=_multiples(job),
+        compute=None if job.precision.compute is None else str(job.precision.compute),
+        reduce=None if job.precision.reduce is None else str(job.precision.reduce),
+        autocast_text=None if autocast is None else str(autocast),
+        training=captured.training,
+        random=bool([n for n in placeholders.values() if n.meta["role"] == "key"]),
+    )
+
+
+def _arguments(model: nn.Module) -> list[Argument]:
+    found = []
+    for parameter in inspect.signature(model.forward).parameters.values():
+        optional = parameter.default is not inspect.Parameter.empty
+        found.append(Argument(parameter.name, int(parameter.kind), optional, parameter.default if optional else None))
+    return found
+
+
+def _input_plan(name: str, node: fx.Node) -> InputPlan:
+    dims = tuple(size if isinstance(size, int) else str(size) for size in node.meta["sizes"])
+    return InputPlan(name, str(node.meta["dtype"]), dims)
+
+
+def _output(value: Any, mesh: MeshSpec) -> dict[str, list[int]]:
+    """The axes other than data axes that shard a result: axis → dim and whole size (0: equal parts)."""
+    if not isinstance(value, fx.Node):
+        return {}
+    found = {}
+    for dim, axes in enumerate(value.meta["layout"].dims):
+        for axis in axes:
+            if not KINDS[mesh[axis].kind].shards_batch:
+                size = value.meta["shape"][dim]
+                even = size.divides_by(mesh.size(*axes))
+                found[axis] = [dim, 0 if even else int(size.coefficient)]
+    return found
+
+
+def _multiples(job: Job) -> dict[str, dict[str, int]]:
+    """The axes that the sequence must divide by: those that shard it somewhere."""
+    found: dict[str, dict[str, int]] = {}
+    for node in job.graph.graph.nodes:
+        if "layout" not in node.meta or node.meta["layout"] is None:
+            continue
+        for dim, axes in enumerate(node.meta["layout"].dims):
+            for axis in axes:
+                if "s" in node.meta["shape"][dim].symbols and not KINDS[job.mesh[axis].kind].shards_batch:
+                    found.setdefault("s", {})[axis] = job.mesh.size(axis)
+    return found

@@ -1,0 +1,108 @@
+"""What `compile` returns: the emitted source, and all that can be asked of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from ndcompile.choose import Problem
+from ndcompile.cost import NOMINAL
+from ndcompile.explain import explain
+from ndcompile.listing import Collective, collectives
+from ndcompile.mesh import MeshSpec
+from ndcompile.placement import Layout
+from ndcompile.reference import Reference
+from ndcompile.runtime.manifest import Manifest, ParameterPlan
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the program: its whole shape, its dtype, and where it lies between steps."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+
+    def local_shape(self, mesh: MeshSpec, rank: int = 0) -> tuple[int, ...]:
+        """The shape of a rank's part, by torch.chunk's convention, axis after axis from major to minor."""
+        place, shape = mesh.coordinate(rank), list(self.shape)
+        for dim, axes in enumerate(self.layout.dims):
+            for axis in axes:
+                step = -(-shape[dim] // mesh.size(axis))
+                shape[dim] = max(0, min(step, shape[dim] - place[axis] * step))
+        return tuple(shape)
+
+    def local_bytes(self, mesh: MeshSpec, rank: int = 0) -> int:
+        """Bytes on a rank."""
+        count = 1
+        for size in self.local_shape(mesh, rank):
+            count *= size
+        return count * self.dtype.itemsize
+
+
+@dataclass
+class Program:
+    """A compiled model, bound to no process: `str(program)` is the emitted source.
+
+    `graph` is the parallel graph, `reference` the one-device graph that it came from (both `torch.fx.GraphModule`).
+    """
+
+    source: str
+    manifest: Manifest
+    mesh: MeshSpec
+    graph: fx.GraphModule
+    reference: fx.GraphModule
+    parameters: dict[str, Parameter]
+    problems: Mapping[str, Problem] = field(repr=False)
+    times: dict[str, float] = field(default_factory=dict)
+    """Seconds of each step of the pipeline."""
+
+    def __str__(self) -> str:
+        return self.source
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of every value of `graph`, by node name."""
+        return {n.name: n.meta["layout"] for n in self.graph.graph.nodes if "layout" in n.meta}
+
+    def collectives(self) -> list[Collective]:
+        """Every collective, in order of the forward: bytes are at the nominal sizes of `ndcompile.cost.NOMINAL`."""
+        return collectives(self.graph, self.mesh)
+
+    def explain(self, name: str) -> str:
+        """Why a parameter or module has its placement: each alternative, and what the program would cost with it."""
+        return explain(self.graph, self.problems, name)
+
+    def one_device(self, model: torch.nn.Module) -> Reference:
+        """The reference graph as a module on one device, with the model's own parameters: what is compared against."""
+        return Reference(self.reference, self.manifest, model)
+
+    def save(self, path: str | Path) -> None:
+        """Write the source to `path`, and what is needed to bind it to `path` with the suffix `.json`."""
+        path = Path(path)
+        path.write_text(self.source)
+        path.with_suffix(".json").write_text(json.dumps(self.manifest.to_json(), indent=1))
+
+
+NOMINAL_SIZES = NOMINAL
+
+
+def parameter_plans(parameters: Mapping[str, Parameter], trainable: Mapping[str, bool]) -> dict[str, ParameterPlan]:
+    """The parameters as plain data."""
+    return {
+        name: ParameterPlan(p.shape, str(p.dtype), p.layout.dims, trainable[name]) for name, p in parameters.items()
+    }
+
+
+def load_manifest(path: str | Path) -> tuple[str, Manifest]:
+    """What `Program.save` wrote."""
+    path = Path(path)
+    data: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
+    return path.read_text(), Manifest.from_json(data)

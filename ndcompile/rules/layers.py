@@ -1,0 +1,61 @@
+"""Whole layers that capture keeps: norms, lookups, attention, losses, and what makes a tensor from nothing."""
+
+from __future__ import annotations
+
+from ndcompile.rules.notation import Call, Rule, Signature, line
+from ndcompile.rules.views import along
+from ndcompile.size import ONE
+
+
+def normalised(call: Call) -> Signature:
+    """`layer_norm`, `rms_norm`: nonlinear, whole along the normalised dims."""
+    inner = " ".join(f"n{i}!" for i in range(len(call.arguments["normalized_shape"])))
+    others = ", ".join([inner] * (len(call.operands) - 1))
+    return line(f"f(* {inner}{', ' + others if others else ''}) -> * {inner}")(call)
+
+
+def lookup(call: Call) -> Signature:
+    """`index(x, [i, j, …])` with integer tensors: the looked-up dims are whole, the indices' dims broadcast."""
+    source, *indices = call.operands
+    rank = max(len(shape) for shape in indices)
+    names = [f"i{d}" for d in range(rank)]
+    table = [f"t{d}!" for d in range(len(indices))] + [f"r{d}" for d in range(len(source) - len(indices))]
+    listed = [" ".join(names[rank - len(shape) :]) for shape in indices]
+    return line(f"f({' '.join(table)}, {', '.join(listed)}) -> {' '.join(names + table[len(indices):])}")(call)
+
+
+def factory(call: Call) -> Signature:
+    """`arange`, `zeros`, `ones`, `full`: whole everywhere, or born sharded by global index."""
+    names = [f"d{i}" for i in range(len(call.output))]
+    sizes = dict(zip(names, call.output, strict=True))
+    output = tuple((name,) if size != ONE else () for name, size in sizes.items())
+    given = tuple(() for _ in call.operands)
+    return Signature(tuple(() for _ in given), output, sizes)
+
+
+RULES: dict[str, Rule] = {
+    "aten.layer_norm.default": normalised,
+    "aten.rms_norm.default": normalised,
+    "aten.softmax.int": along(default=-1, linear=False),
+    "aten._softmax.default": along(default=-1, linear=False),
+    "aten.log_softmax.int": along(default=-1, linear=False),
+    "aten.embedding.default": line("(v? h)(*) -> * h"),
+    "aten.index.Tensor": lookup,
+    "aten.scaled_dot_product_attention.default": line(
+        "f(* s! d!, * t! d!, * t! e!) -> * s! e!",
+        "f(* s! d!, * t! d!, * t! e!, * s! t!) -> * s! e!",
+    ),
+    "runtime.attention_with_dropout": line(
+        "f(* s! d!, * t! d!, * t! e!, ) -> * s! e!",
+        "f(* s! d!, * t! d!, * t! e!, * s! t!, ) -> * s! e!",
+    ),
+    "runtime.cross_entropy": line("f(n v~, n) -> n"),
+    "runtime.dropout": line("f(*, ) -> *"),
+    "runtime.fold": line("f() -> "),
+    "aten.arange.default": factory,
+    "aten.arange.start": factory,
+    "aten.arange.start_step": factory,
+    "aten.full.default": factory,
+    "aten.zeros.default": factory,
+    "aten.ones.default": factory,
+}

@@ -1,0 +1,51 @@
+"""Element by element: one line each; what is not said to be linear is not."""
+
+from __future__ import annotations
+
+from ndcompile.rules.notation import Call, Rule, Signature, line
+
+UNARY = line("f(*) -> *")
+BINARY = line("f(*) -> *", "f(*, *) -> *")
+LINEAR = line("* -> *")
+SUM = line("f(*) -> *", "* + * -> *")
+PRODUCT = line("* -> *", "(*)(*) -> *")
+QUOTIENT = line("* -> *", "(*)/(*) -> *")
+
+
+def where(call: Call) -> Signature:
+    """`c·a + (1 - c)·b`: linear in both branches, if both are tensors."""
+    bound = line("f(*) -> *", "f(*, *) -> *", "f(*, *, *) -> *")(call)
+    if len(call.operands) < 3:
+        return bound
+    return Signature(bound.operands, bound.output, bound.sizes, ((0, 1), (0, 2)), frozenset({1, 2}))
+
+
+def _named(rule: Rule, names: str) -> dict[str, Rule]:
+    return {f"aten.{name}": rule for name in names.split()}
+
+
+RULES: dict[str, Rule] = {
+    **_named(LINEAR, "neg.default mul.Scalar div.Scalar"),
+    **_named(SUM, "add.Tensor sub.Tensor add.Scalar sub.Scalar rsub.Scalar"),
+    **_named(PRODUCT, "mul.Tensor"),
+    **_named(QUOTIENT, "div.Tensor"),
+    **_named(
+        UNARY,
+        "relu.default gelu.default silu.default tanh.default sigmoid.default exp.default log.default sqrt.default "
+        "rsqrt.default reciprocal.default sin.default cos.default abs.default erf.default softplus.default "
+        "leaky_relu.default elu.default hardtanh.default mish.default hardswish.default relu6.default sign.default "
+        "pow.Tensor_Scalar pow.Scalar square.default clamp.default clamp_min.default clamp_max.default "
+        "logical_not.default bitwise_not.default isnan.default isinf.default "
+        "eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar log1p.default expm1.default floor.default "
+        "to.dtype to.device to.dtype_layout to.other _to_copy.default type_as.default",
+    ),
+    **_named(
+        BINARY,
+        "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and.default logical_or.default "
+        "bitwise_and.Tensor bitwise_or.Tensor __and__.Tensor __or__.Tensor maximum.default minimum.default "
+        "pow.Tensor_Tensor floor_divide.default remainder.Scalar remainder.Tensor masked_fill.Scalar masked_fill.Tensor",
+    ),
+    "aten.where.self": where,
+    "aten.where.ScalarOther": where,
+    "aten.where.ScalarSelf": where,
+}

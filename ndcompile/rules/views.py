@@ -1,0 +1,116 @@
+"""Views: dims exchanged, added, dropped, repeated, cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ndcompile.rules.notation import Call, Dims, Rule, Signature, line
+from ndcompile.rules.reshape import reshape
+from ndcompile.size import ONE, Shape, Size
+
+LINEAR = dict(terms=((0,),), carriers=frozenset({0}))
+
+
+def _names(shape: Shape) -> tuple[list[str], dict[str, Size]]:
+    names = [f"d{i}" for i in range(len(shape))]
+    return names, dict(zip(names, shape, strict=True))
+
+
+def _dims(names: list[str], sizes: dict[str, Size]) -> Dims:
+    return tuple((name,) if sizes[name] != ONE else () for name in names)
+
+
+def _reordered(order: Callable[[Call], list[int]]) -> Rule:
+    def rule(call: Call) -> Signature:
+        names, sizes = _names(call.operands[0])
+        picked = [names[i] for i in order(call)]
+        return Signature((_dims(names, sizes),), _dims(picked, sizes), sizes, ((0,),), frozenset({0}))
+
+    return rule
+
+
+def _transposed(call: Call) -> list[int]:
+    order = list(range(len(call.output)))
+    i, j = (call.arguments[name] for name in ("dim0", "dim1"))
+    order[i], order[j] = order[j], order[i]
+    return order
+
+
+def expand(call: Call) -> Signature:
+    """A dim of size 1 that becomes larger is a new factor; so is a new leading dim."""
+    source, target = call.operands[0], call.output
+    names, sizes = _names(target)
+    shift = len(target) - len(source)
+    given = tuple((names[shift + i],) if size != ONE else () for i, size in enumerate(source))
+    return Signature((given,), _dims(names, sizes), sizes, ((0,),), frozenset({0}))
+
+
+def along(argument: str = "dim", default: int = 0, linear: bool = True) -> Rule:
+    """Ops that act along one dim (`cat`, `slice`, `split`, `cumsum`, `softmax`, …): that dim is whole, all others free."""
+
+    def rule(call: Call) -> Signature:
+        dim = call.arguments.get(argument, default)
+        rank = len(call.operands[0])
+        names, sizes = _names(call.operands[0])
+        acted = f"d{dim % rank}"
+        operands = tuple(_dims(names, sizes | {acted: Size(0, ("acted",))}) for _ in call.operands)
+        sizes[acted] = Size(1, ("acted",))
+        terms = tuple((i,) for i in range(len(operands))) if linear else None
+        carriers = frozenset(range(len(operands))) if linear else frozenset[int]()
+        return Signature(operands, operands[0], sizes, terms, carriers, frozenset({acted}))
+
+    return rule
+
+
+def pad(call: Call) -> Signature:
+    """The last dims are padded: those are whole. A value other than 0 makes it affine, so nothing may be partial."""
+    names, sizes = _names(call.operands[0])
+    padded = frozenset(names[len(names) - len(call.arguments["pad"]) // 2 :])
+    dims = tuple((name,) for name in names)
+    zero = not call.arguments.get("value")
+    return Signature((dims,), dims, sizes, ((0,),) if zero else None, frozenset({0} if zero else ()), padded)
+
+
+def select(call: Call) -> Signature:
+    """One index of a dim: that dim goes, and is whole."""
+    names, sizes = _names(call.operands[0])
+    dim = call.arguments["dim"] % len(names)
+    kept = [name for i, name in enumerate(names) if i != dim]
+    return Signature((_dims(names, sizes),), _dims(kept, sizes), sizes, ((0,),), frozenset({0}), frozenset({names[dim]}))
+
+
+RULES: dict[str, Rule] = {
+    "aten.view.default": reshape,
+    "aten.reshape.default": reshape,
+    "aten.flatten.using_ints": reshape,
+    "aten.unflatten.int": reshape,
+    "aten._unsafe_view.default": reshape,
+    "aten.unsqueeze.default": reshape,
+    "aten.squeeze.dim": reshape,
+    "aten.squeeze.dims": reshape,
+    "aten.squeeze.default": reshape,
+    "aten.transpose.int": _reordered(_transposed),
+    "aten.t.default": _reordered(lambda call: list(range(len(call.output)))[::-1]),
+    "aten.permute.default": _reordered(lambda call: [d % len(call.output) for d in call.arguments["dims"]]),
+    "aten.movedim.int": reshape,
+    "aten.expand.default": expand,
+    "aten.expand_as.default": expand,
+    "aten.contiguous.default": line("* -> *"),
+    "aten.clone.default": line("* -> *"),
+    "aten.alias.default": line("* -> *"),
+    "aten.detach.default": line("* -> *"),
+    "aten.slice.Tensor": along(),
+    "aten.narrow.default": along(),
+    "aten.select.int": select,
+    "aten.split.Tensor": along(),
+    "aten.split_with_sizes.default": along(),
+    "aten.chunk.default": along(),
+    "aten.cat.default": along(),
+    "aten.flip.default": along(),
+    "aten.pad.default": pad,
+    "aten.cumsum.default": along(),
+    "aten.diff.default": along(default=-1),
+    "aten.tril.default": line("t! u! -> t! u!".replace("t! u!", "* t! u!")),
+    "aten.triu.default": line("* t! u! -> * t! u!"),
+}
+del RULES["aten.movedim.int"], RULES["aten.flip.default"]

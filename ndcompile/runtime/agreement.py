@@ -1,0 +1,46 @@
+"""Errors that every rank raises together, so that none is left waiting in a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Disagreement(ValueError):
+    """Ranks that must be alike are not, or one of them failed where the others did not."""
+
+
+def together(action: Callable[[], T]) -> T:
+    """Run `action` on every rank; if it raises a ValueError on any, all ranks raise (that one's text, if not theirs)."""
+    error: ValueError | None = None
+    result: T | None = None
+    try:
+        result = action()
+    except ValueError as raised:
+        error = raised
+    texts = everyones(None if error is None else str(error))
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise Disagreement(f"rank {rank} failed: {text}")
+    return result  # type: ignore[return-value]
+
+
+def everyones(value: Any) -> list[Any]:
+    """What every rank gives, in rank order; the world must have a process group."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def alike(values: Sequence[Any], what: str, why: str, tries: str) -> None:
+    """Raise `Disagreement` on every rank if the ranks' values are not all equal; the odd ones are named."""
+    odd = [rank for rank, value in enumerate(values) if value != values[0]]
+    if odd:
+        shown = "\n".join(f"  rank {rank:<3} {values[rank]}" for rank in [0, *odd[:4]])
+        raise Disagreement(f"{what} differ between ranks 0 and {', '.join(map(str, odd))}\n{shown}\n  why  {why}\n  try  {tries}")

@@ -1,0 +1,119 @@
+"""What emitted classes derive from: `Block` for repeated blocks, `Root` for what stands between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ndcompile.runtime.mesh import Mesh
+from ndcompile.runtime.weights import Bucket, Weight
+
+
+@dataclass
+class State:
+    """What the emitted classes of one program share: parameters and buffers by full name, and how they are cast.
+
+    `shapes` are the parameters' shapes, whole along gathered axes and local along all others.
+    """
+
+    mesh: Mesh
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    shapes: Mapping[str, tuple[int, ...]]
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    order: list[Bucket] = field(default_factory=list)
+
+    def bucket(self, weights: Mapping[str, Weight], prefix: str) -> Bucket:
+        """The bucket of a segment; names starting with `/` are full ones, others stand below `prefix`."""
+        full = {key: w._replace(name=w.name[1:] if w.name[0] == "/" else f"{prefix}.{w.name}") for key, w in weights.items()}
+        return Bucket(self.mesh, full, self.parameters, self.shapes, self.compute, self.reduce)
+
+    @contextmanager
+    def gathered(self, bucket: Bucket) -> Iterator[tuple[Tensor, ...]]:
+        """The bucket's weights; the first pass learns the order of buckets, so that later ones gather ahead."""
+        if bucket not in self.order:
+            if self.order:
+                self.order[-1].next, bucket.previous = bucket, self.order[-1]
+            self.order.append(bucket)
+        with bucket.gathered() as weights:
+            yield weights
+
+
+class Block:
+    """One repeated block, at one place of the model: `forward` gathers its weights, `compute` is pure."""
+
+    weights: ClassVar[Mapping[str, Weight]] = {}
+    compute: Any
+
+    def __init_subclass__(cls) -> None:
+        cls.forward = torch.compiler.disable(cls.forward, recursive=False)  # type: ignore[attr-defined]
+
+    def __init__(self, state: State, path: str) -> None:
+        self._state = state
+        self._bucket = state.bucket(self.weights, path)
+
+    def __call__(self, *args: Tensor) -> Any:
+        return self.forward(*args)  # type: ignore[attr-defined]
+
+    @torch.compiler.disable
+    @contextmanager
+    def gathered(self) -> Iterator[tuple[Tensor, ...]]:
+        """The block's weights, for the length of a with-block."""
+        with self._state.gathered(self._bucket) as weights:
+            yield weights
+
+
+class Root:
+    """The whole model: its stretches between blocks are pure functions, its `forward` is the order of all."""
+
+    weights: ClassVar[Mapping[str, Mapping[str, Weight]]] = {}
+    blocks: ClassVar[Mapping[str, type[Block]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        cls.forward = torch.compiler.disable(cls.forward, recursive=False)  # type: ignore[attr-defined]
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._buckets = {title: state.bucket(weights, "") for title, weights in self.weights.items()}
+        self._blocks = {
+            path: kind(state, path) for text, kind in self.blocks.items() for path in _paths(text)
+        }
+
+    @torch.compiler.disable
+    @contextmanager
+    def gathered(self, title: str) -> Iterator[tuple[Tensor, ...]]:
+        """The weights of one stretch of the root, for the length of a with-block."""
+        with self._state.gathered(self._buckets[title]) as weights:
+            yield weights
+
+    def block(self, path: str) -> Block:
+        return self._blocks[path]
+
+    def list(self, path: str, start: int = 0, stop: int | None = None) -> list[Block]:
+        """The blocks of a list, in order."""
+        numbers = sorted(int(p.rpartition(".")[2]) for p in self._blocks if p.rpartition(".")[0] == path)
+        return [self._blocks[f"{path}.{n}"] for n in numbers if n >= start and (stop is None or n < stop)]
+
+    def buffer(self, name: str) -> Tensor:
+        return self._state.buffers[name]
+
+    @classmethod
+    def compile(cls, **options: Any) -> None:
+        """Put `torch.compile(…, **options)` around every pure function, once for all equal blocks."""
+        for owner in {cls, *cls.blocks.values()}:
+            for name, function in list(vars(owner).items()):
+                if isinstance(function, staticmethod):
+                    setattr(owner, name, staticmethod(torch.compile(function.__func__, **options)))
+
+
+def _paths(text: str) -> list[str]:
+    """`layers[0:2]` is `layers.0` and `layers.1`."""
+    path, _, numbers = text.rstrip("]").partition("[")
+    start, stop = (int(n) for n in numbers.split(":"))
+    return [f"{path}.{n}" for n in range(start, stop)]

@@ -1,0 +1,175 @@
+"""What must be known of a program to run its source: plain data, saved beside the source as JSON."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """A parameter between steps: its whole shape and, per dim, the axes that shard it (major first)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    dims: tuple[tuple[str, ...], ...]
+    requires_grad: bool = True
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A parameter of `forward`; `default` counts where `optional`."""
+
+    name: str
+    kind: int
+    optional: bool = False
+    default: Any = None
+
+
+@dataclass(frozen=True)
+class InputPlan:
+    """A tensor input: its dtype, and for each dim a fixed size, or a symbol whose size must divide by `multiples`."""
+
+    name: str
+    dtype: str
+    dims: tuple[int | str, ...]
+
+
+@dataclass
+class Manifest:
+    """Everything about a program but its text.
+
+    `outputs` gives for each result the axes (not data axes) that shard it, with the dim and its whole size (0: equal
+    parts); `multiples` the number of ranks that each symbol must divide by.
+    """
+
+    mesh: str
+    root: str
+    model: str
+    flattened: list[tuple[str, ...]]
+    parameters: dict[str, ParameterPlan]
+    aliases: dict[str, str]
+    buffers: list[str]
+    arguments: list[Argument]
+    input_plans: list[InputPlan]
+    constants: dict[str, Any]
+    outputs: list[dict[str, list[int]]]
+    output_text: str
+    multiples: dict[str, dict[str, int]]
+    compute: str | None = None
+    reduce: str | None = None
+    autocast_text: str | None = None
+    training: bool = True
+    random: bool = False
+    _spec: Any = field(default=None, repr=False)
+
+    @property
+    def inputs(self) -> list[str]:
+        return [plan.name for plan in self.input_plans]
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        return as_dtype(self.autocast_text)
+
+    @property
+    def output_spec(self) -> pytree.TreeSpec:
+        if self._spec is None:
+            self._spec = pytree.treespec_loads(self.output_text)
+        return self._spec
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """The model's `forward`, as users call it."""
+        empty = inspect.Parameter.empty
+        kinds = list(inspect._ParameterKind)
+        return inspect.Signature(
+            [
+                inspect.Parameter(a.name, kinds[a.kind], default=a.default if a.optional else empty)
+                for a in self.arguments
+            ]
+        )
+
+    def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensor inputs of a call, in the program's order. Raises ValueError where the call is another one."""
+        try:
+            bound = self.signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise ValueError(f"{self.model}.forward: {error}") from error
+        given: dict[str, Any] = {}
+        for name, value in bound.items():
+            for path, leaf in pytree.tree_flatten_with_path(value, is_leaf=lambda v: v is None)[0]:
+                given[name + pytree.keystr(path)] = leaf
+        for name, value in given.items():
+            if name not in self.inputs and not self._expected(name, value):
+                raise ValueError(
+                    f"input '{name}' = {_short(value)} is not one that the model was compiled for\n"
+                    f"  why  it was compiled with {', '.join(self.inputs)} as tensors and {self.constants or 'no constants'}\n"
+                    f"  try  example_inputs that hold '{name}'"
+                )
+        missing = [name for name in self.inputs if not isinstance(given.get(name), Tensor)]
+        if missing:
+            raise ValueError(
+                f"input '{missing[0]}' is missing, or no tensor\n"
+                f"  why  the model was compiled with it\n"
+                f"  try  example_inputs without it, for a program of its own"
+            )
+        return [given[name] for name in self.inputs]
+
+    def _expected(self, name: str, value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return False
+        if name in self.constants:
+            return bool(self.constants[name] == value)
+        default = {a.name: a.default for a in self.arguments if a.optional}
+        return name in default and bool(default[name] == value)
+
+    def check(self, tensors: list[Tensor]) -> None:
+        """Raise ValueError where an input has another dtype, rank or size than the program can take."""
+        for plan, tensor in zip(self.input_plans, tensors, strict=True):
+            if str(tensor.dtype) != plan.dtype or tensor.dim() != len(plan.dims):
+                raise ValueError(
+                    f"input '{plan.name}' is {tensor.dtype} of {tensor.dim()} dims, "
+                    f"the model was compiled for {plan.dtype} of {len(plan.dims)}"
+                )
+            for dim, (size, wanted) in enumerate(zip(tensor.shape, plan.dims, strict=True)):
+                if isinstance(wanted, int) and size != wanted:
+                    raise ValueError(f"input '{plan.name}' has size {size} at dim {dim}, the model takes {wanted}")
+                for axis, ranks in self.multiples.get(str(wanted), {}).items():
+                    if size % ranks:
+                        raise ValueError(
+                            f"input '{plan.name}' has size {size} at dim {dim}, which does not divide by axis "
+                            f"'{axis}' of {ranks} ranks\n"
+                            f"  why  its parts must be equal\n"
+                            f"  try  size {size // ranks * ranks or ranks} or {(size // ranks + 1) * ranks}"
+                        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {k: v for k, v in asdict(self).items() if k != "_spec"}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Manifest:
+        made = cls(**{k: v for k, v in data.items()})
+        made.parameters = {
+            name: ParameterPlan(tuple(p["shape"]), p["dtype"], tuple(map(tuple, p["dims"])), p["requires_grad"])
+            for name, p in data["parameters"].items()
+        }
+        made.flattened = [tuple(axes) for axes in data["flattened"]]
+        made.arguments = [Argument(**a) for a in data["arguments"]]
+        made.input_plans = [InputPlan(p["name"], p["dtype"], tuple(p["dims"])) for p in data["input_plans"]]
+        return made
+
+
+def as_dtype(text: str | None) -> torch.dtype | None:
+    """`"torch.bfloat16"` as a dtype."""
+    return None if text is None else getattr(torch, text.removeprefix("torch."))
+
+
+def _short(value: Any) -> str:
+    return f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -1,0 +1,158 @@
+"""The module that users train: the model's own parameters and signature around an emitted program."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ndcompile.runtime import private
+from ndcompile.runtime.agreement import Disagreement, everyones
+from ndcompile.runtime.block import Root
+from ndcompile.runtime.manifest import Manifest
+from ndcompile.runtime.mesh import Mesh
+from ndcompile.runtime.random import draw_key
+
+
+class CallError(ValueError):
+    """A call that the program was not compiled for."""
+
+
+class ParallelModule(nn.Module):
+    """A model on a mesh: same forward signature, same parameter names; parameters are DTensors.
+
+    Each rank passes its own data-parallel batch. Scalar results are those of one device on the global batch; other
+    results are this rank's batch, and DTensors over the axes that shard them further. Programs for `train()` and
+    `eval()` are compiled on first use. Raises `CallError`, before anything runs, where a call does not fit.
+    """
+
+    def __init__(self, mesh: Mesh, device_mesh: Any, make: Callable[[bool], tuple[Root, Manifest]]) -> None:
+        super().__init__()
+        self._mesh, self._device_mesh, self._make = mesh, device_mesh, make
+        self._programs: dict[bool, tuple[Root, Manifest]] = {}
+        self._compile_options: dict[str, Any] | None = None
+        self._held: dict[str, int] = {}
+        self._checked = False
+
+    def __init_subclass__(cls) -> None:
+        cls.forward = torch.compiler.disable(cls.forward, recursive=False)  # type: ignore[assignment]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        root, manifest = self._program()
+        tensors = self._prepare(manifest, args, kwargs)
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            results = root.forward(*tensors)  # type: ignore[attr-defined]
+        return self._finish(manifest, results)
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """As `nn.Module.compile`: every distinct block's `compute` is compiled once."""
+        if args:
+            raise CallError("compile takes options by keyword only")
+        self._compile_options = options
+        for root, _ in self._programs.values():
+            type(root).compile(**options)
+
+    @property
+    def program(self) -> Manifest:
+        """What the program for the present mode expects and gives."""
+        return self._program()[1]
+
+    @torch.compiler.disable
+    def _program(self) -> tuple[Root, Manifest]:
+        if self.training not in self._programs:
+            found = self._make(self.training)
+            if self._compile_options is not None:
+                type(found[0]).compile(**self._compile_options)
+            self._programs[self.training] = found
+        return self._programs[self.training]
+
+    @torch.compiler.disable
+    def _prepare(self, manifest: Manifest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        self._refuse_changes()
+        tensors = manifest.tensors(args, kwargs)
+        _check_autocast(tensors[0].device.type, manifest.autocast)
+        if not self._checked:
+            self._check_ranks(manifest, tensors)
+            self._checked = True
+        manifest.check(tensors)
+        local = [private.local(t) if private.is_distributed(t) else t for t in tensors]
+        return [*local, draw_key(local[0].device)] if manifest.random else local
+
+    def _refuse_changes(self) -> None:
+        held = {name: id(p) for name, p in self.named_parameters()}
+        if held != self._held:
+            changed = sorted(n for n in held.keys() | self._held.keys() if held.get(n) != self._held.get(n))
+            raise CallError(
+                f"parameter '{changed[0]}' was replaced after the model was compiled\n"
+                f"  why  the program uses the parameter that it was bound to\n"
+                f"  try  parameter.copy_(…) under torch.no_grad(), or load_state_dict"
+            )
+        for path, module in self.named_modules():
+            hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+            if path and hooks:
+                raise CallError(
+                    f"module '{path}' has a hook\n"
+                    f"  why  the emitted module makes no inner calls that a hook could see\n"
+                    f"  try  a hook on the whole model, or write its effect into the model before it is compiled"
+                )
+
+    def _check_ranks(self, manifest: Manifest, tensors: list[Tensor]) -> None:
+        """On the first call: equal inputs on ranks that differ in tp only, equal batch sizes on all."""
+        everyone = everyones([(tuple(t.shape), str(t.dtype), _checksum(t)) for t in tensors])
+        spec = self._mesh.spec
+        data = [axis.name for axis in spec.axes if axis.kind.startswith("dp_")]
+        for rank, theirs in enumerate(everyone):
+            place = spec.coordinate(rank)
+            peer = spec.rank({name: place[name] if name in data else 0 for name in spec.names})
+            for name, mine, first, zeroth in zip(manifest.inputs, theirs, everyone[peer], everyone[0], strict=True):
+                if mine != first:
+                    raise Disagreement(
+                        f"input '{name}' differs between ranks {peer} and {rank}, which share one data-parallel batch\n"
+                        f"  why  ranks that differ only in tp work on the same samples\n"
+                        f"  try  seed the loader by the data-parallel index, not by the rank"
+                    )
+                if mine[:2] != zeroth[:2]:
+                    raise Disagreement(
+                        f"input '{name}' is {list(mine[0])} on rank {rank} and {list(zeroth[0])} on rank 0\n"
+                        f"  why  every data-parallel rank must have a batch of the same size\n"
+                        f"  try  drop_last=True, or pad the last batch"
+                    )
+
+    @torch.compiler.disable
+    def _finish(self, manifest: Manifest, results: tuple[Any, ...]) -> Any:
+        leaves = [self._result(value, axes) for value, axes in zip(results, manifest.outputs, strict=True)]
+        return pytree.tree_unflatten(leaves, manifest.output_spec)
+
+    def _result(self, value: Any, sharded: Mapping[str, Sequence[int]]) -> Any:
+        return private.distributed(value, self._device_mesh, sharded) if sharded else value
+
+
+def _check_autocast(device: str, compiled: torch.dtype | None) -> None:
+    now = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if now != compiled:
+        raise CallError(
+            f"the model is called under autocast to {now}, but was compiled under autocast to {compiled}\n"
+            f"  why  casts are fixed when the model is compiled\n"
+            f"  try  the same autocast around nd.parallelize, or precision=nd.Precision(compute={now})"
+        )
+
+
+def _checksum(tensor: Tensor) -> float:
+    plain = private.local(tensor).detach().double().flatten()
+    weights = torch.arange(1, plain.numel() + 1, device=plain.device, dtype=plain.dtype).remainder_(8191)
+    return float((plain * weights).sum())
+
+
+def class_for(signature: inspect.Signature) -> type[ParallelModule]:
+    """`ParallelModule` with a `forward` that shows the model's signature."""
+
+    def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        return ParallelModule.forward(self, *args, **kwargs)
+
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *signature.parameters.values()]
+    forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return type("ParallelModule", (ParallelModule,), {"forward": forward})

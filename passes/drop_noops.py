@@ -1,0 +1,50 @@
+"""Drop the nodes that change nothing."""
+
+from __future__ import annotations
+
+from operator import getitem
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+CASTS = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.type_as.default, aten._to_copy.default)
+COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default)
+VIEWS = (aten.expand.default, aten.view.default, aten.reshape.default, aten.slice.Tensor, aten.flatten.using_ints)
+
+
+def drop_noops(graph: fx.GraphModule) -> fx.GraphModule:
+    """Casts to the dtype at hand, copies, full slices, views to the same shape, dropout that drops nothing.
+
+    What is left of casts is `aten.to.dtype`; what no output needs is erased. Afterwards `no_noops` holds.
+    """
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is getitem and node.args[0].target is aten.broadcast_tensors.default:
+            source = node.args[0].args[0][node.args[1]]
+            if source.meta["sizes"] == node.meta["sizes"]:
+                node.replace_all_uses_with(source)
+        elif is_noop(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+        elif node.target is aten.view.default:
+            node.target = aten.reshape.default  # copies that made a view possible are gone
+        elif node.target in CASTS:
+            node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], node.meta["dtype"]), {}
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def is_noop(node: fx.Node) -> bool:
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    before, after = node.args[0].meta, node.meta
+    if node.target in CASTS:
+        return bool(before.get("dtype") == after.get("dtype"))
+    if node.target in COPIES:
+        return True
+    if node.target is aten.dropout.default:
+        return not node.args[2] or node.args[1] == 0
+    return node.target in VIEWS and before.get("sizes") == after.get("sizes")

@@ -1,0 +1,206 @@
+"""Put a conversion on each edge whose two ends disagree on a layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ndcompile import runtime
+from ndcompile.axes import KINDS
+from ndcompile.mesh import MeshSpec
+from ndcompile.placement import I, Layout, Placement, R
+from ndcompile.precision import Precision
+from ndcompile.route import Move, route
+from ndcompile.rules.registry import operands
+
+
+def insert_collectives(graph: fx.GraphModule, mesh: MeshSpec, precision: Precision) -> fx.GraphModule:
+    """Convert each value from its layout to the one that a use wants, once for all uses in a segment.
+
+    A parameter's way from where it lies to where compute takes it (`S→R`, `I→R`) is marked `bucket`: a segment's are one
+    collective an axis. Each conversion says in which dtype each side communicates. Reads `layout`, `stored` and
+    `wanted`. Afterwards `no_implicit_communication` holds.
+    """
+    inserter = _Inserter(graph, mesh, precision)
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and "shape" in node.meta:
+            _convert_operands(inserter, node)
+    _convert_results(inserter, graph)
+    graph.graph.lint()
+    graph.recompile()
+    return graph
+
+
+@dataclass
+class _Inserter:
+    graph: fx.GraphModule
+    mesh: MeshSpec
+    precision: Precision
+    made: dict[Any, fx.Node] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {axis.name: axis.size for axis in self.mesh.axes}
+
+    def converted(self, value: fx.Node, wanted: Layout, before: fx.Node) -> fx.Node:
+        """The value in layout `wanted`, by nodes that stand before `before`'s segment first needs them."""
+        if value.meta.get("role") == "parameter":
+            value = self._entered(value, wanted, before)
+        here = value.meta["layout"]
+        if same(here, wanted, value.meta["grad"]):
+            return value
+        segment = _segment(value, before)
+        key = (value, wanted, segment["segment"])
+        if key not in self.made:
+            moves = route(here, wanted, self.sizes, value.meta["nbytes"], value.meta["grad"])
+            self.made[key] = self._chain(value, moves, before, bucket=False)
+            for node in _chain_of(self.made[key], value):
+                node.meta |= segment
+        return self.made[key]
+
+    def _entered(self, value: fx.Node, wanted: Layout, before: fx.Node) -> fx.Node:
+        """The parameter as the segment's bucket gives it: gathered, and `R` where the use is and no shard is."""
+        moves, layout = [], value.meta["stored"]
+        for axis in reversed([a for a in self.mesh.names if KINDS[self.mesh[a].kind].shards_batch]):
+            if layout.on(axis) != R:
+                moves.append(Move((axis,), layout.on(axis), R))
+                layout = layout.replace(axis, R)
+        for axis in self.mesh.names:
+            if layout.on(axis) == I and wanted.on(axis) == R:
+                moves.append(Move((axis,), I, R))
+                layout = layout.replace(axis, R)
+        key = (value, layout, before.meta["segment"], "bucket")
+        if key not in self.made:
+            start = self._chain(value, tuple(moves), before, bucket=True, layout=value.meta["stored"])
+            self.made[key] = start
+        return self.made[key]
+
+    def _chain(
+        self, value: fx.Node, moves: tuple[Move, ...], before: fx.Node, bucket: bool, layout: Layout | None = None
+    ) -> fx.Node:
+        layout = layout or value.meta["layout"]
+        with self.graph.graph.inserting_before(before):
+            for move in moves:
+                arguments = _arguments(value, move, layout, self.mesh)
+                node = self.graph.graph.call_function(getattr(runtime, move.conversion.name), *arguments)
+                layout = _moved(layout, move)
+                node.meta = _meta(value, before, move, layout, bucket, self.precision)
+                value = node
+        return value
+
+
+def _segment(value: fx.Node, before: fx.Node) -> dict[str, Any]:
+    """Where a conversion stands: with its user; before a block's port, on the root's side of the border."""
+    if not before.meta.get("port"):
+        return {k: before.meta.get(k) for k in ("segment", "block", "kind")}
+    if value.meta.get("block") == "":
+        return {k: value.meta.get(k) for k in ("segment", "block", "kind")}
+    return dict(segment=before.meta["segment"] - 0.5, block="", kind=None)
+
+
+def _chain_of(last: fx.Node, start: fx.Node) -> list[fx.Node]:
+    found = []
+    while last is not start:
+        found.append(last)
+        last = last.all_input_nodes[0]
+    return found
+
+
+def same(here: Layout, there: Layout, grad: bool) -> bool:
+    """Equal layouts; without a gradient both replicated placements are one."""
+    if grad or here.dims != there.dims:
+        return here == there
+    rest = dict(there.rest)
+    return all(p == rest[a] or (p.whole and rest[a].whole) for a, p in here.rest)
+
+
+def _moved(layout: Layout, move: Move) -> Layout:
+    for axis in reversed(move.axes) if move.source.kind == "S" else move.axes:
+        layout = layout.replace(axis, move.target)
+    return layout
+
+
+def _arguments(value: fx.Node, move: Move, layout: Layout, mesh: MeshSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    axis = move.axes[0] if len(move.axes) == 1 else move.axes
+    source, target = move.source, move.target
+    if source.kind == target.kind == "S":
+        return (value, axis), dict(source=source.dim, target=target.dim)
+    if source.kind == "P" and source.op != "sum":
+        return (value, axis), dict(op=source.op)
+    dim = source.dim if source.kind == "S" else target.dim
+    if dim is None:
+        return (value, axis), {}
+    others = mesh.size(*(a for a in layout.dims[dim] if a not in move.axes))
+    size = value.meta["shape"][dim]
+    if size.divides_by(others * mesh.size(*move.axes)):
+        return (value, axis), dict(dim=dim)
+    assert others == 1, "only one axis may cut a dim unevenly"
+    return (value, axis), dict(dim=dim, size=size.coefficient)
+
+
+KEPT = ("shape", "sizes", "nbytes", "dtype", "grad")
+
+
+def _meta(
+    value: fx.Node, before: fx.Node, move: Move, layout: Layout, bucket: bool, precision: Precision
+) -> dict[str, Any]:
+    meta = {k: value.meta[k] for k in KEPT}
+    meta |= {k: before.meta.get(k) for k in ("module", "source", "segment", "block", "kind")}
+    dtype: torch.dtype = value.meta["dtype"]
+    reduced = (precision.reduce or dtype) if bucket else dtype
+    backward = reduced if move.conversion.backward in ("all_reduce", "reduce_scatter") else dtype
+    name = value.meta.get("parameter") or (value.meta["name"] if value.meta.get("role") == "parameter" else None)
+    return meta | dict(
+        layout=layout, move=move, bucket=bucket, parameter=name, forward_dtype=dtype, backward_dtype=backward
+    )
+
+
+def _convert_operands(inserter: _Inserter, node: fx.Node) -> None:
+    wanted = dict(zip(_distinct(operands(node)), _by_value(node), strict=True))
+    for value, layouts in wanted.items():
+        assert len(layouts) == 1, f"{node} takes %{value.name} in two layouts"
+    new = {value: inserter.converted(value, layouts[0], node) for value, layouts in wanted.items()}
+    node.args = fx.node.map_arg(node.args, lambda n: new.get(n, n))
+    node.kwargs = fx.node.map_arg(node.kwargs, lambda n: new.get(n, n))
+
+
+def _distinct(values: list[fx.Node]) -> list[fx.Node]:
+    return list(dict.fromkeys(values))
+
+
+def _by_value(node: fx.Node) -> list[list[Layout]]:
+    found: dict[fx.Node, list[Layout]] = {}
+    for value, layout in zip(operands(node), node.meta["wanted"], strict=True):
+        if layout not in found.setdefault(value, []):
+            found[value].append(layout)
+    return list(found.values())
+
+
+def _convert_results(inserter: _Inserter, graph: fx.GraphModule) -> None:
+    """Results in the layouts of the contract; what is sharded on its batch takes outside gradients as a mean of ranks."""
+    output, mesh = graph.graph.output_node(), inserter.mesh
+    last = max((n.meta["segment"] for n in graph.graph.nodes if n.meta.get("segment") is not None), default=0)
+    output.meta |= dict(segment=last, block="", kind=None, module="", source=None)
+    data = tuple(a for a in mesh.names if KINDS[mesh[a].kind].shards_batch)
+    layouts = iter(output.meta["wanted"])
+    converted: list[Any] = []
+    for value in output.args[0]:
+        if not isinstance(value, fx.Node):
+            converted.append(value)
+            continue
+        new = inserter.converted(value, next(layouts), output)
+        if data and new.meta["grad"] and _sharded(new.meta["layout"].on(data[0])):
+            with graph.graph.inserting_before(output):
+                scaled = graph.graph.call_function(runtime.scale_gradient, (new, 1 / mesh.size(*data)))
+            scaled.meta = {k: new.meta[k] for k in (*KEPT, "layout")} | dict(segment=last, block="", module="", source=None)
+            scaled.meta["data_axes"] = data
+            new = scaled
+        converted.append(new)
+    output.args = (tuple(converted),)
+
+
+def _sharded(placement: Placement) -> bool:
+    return placement.kind == "S"

@@ -1,0 +1,183 @@
+"""Write losses and means over tokens as sums divided by global counts, which is what sharded tokens need."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from ndcompile import runtime
+from ndcompile.errors import CompileError
+from ndcompile.rules.registry import arguments, describe
+
+aten = torch.ops.aten
+NONE, MEAN, SUM = 0, 1, 2
+
+
+def lower_losses(graph: fx.GraphModule) -> fx.GraphModule:
+    """`cross_entropy` becomes one loss a token, their sum, and the count of tokens that count; `mse_loss` and means
+    over a symbolic dim become a sum divided by the number of elements of all ranks together.
+    """
+    for node in list(graph.graph.nodes):
+        lower = LOWERINGS.get(node.target)
+        if lower is None:
+            continue
+        with graph.graph.inserting_before(node):
+            result = lower(_Builder(graph.graph, node), node)
+        if result is not None:
+            node.replace_all_uses_with(result)
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return graph
+
+
+class _Builder:
+    """Makes nodes that carry the module and source of the node that they replace."""
+
+    def __init__(self, graph: fx.Graph, origin: fx.Node) -> None:
+        self.graph, self.origin = graph, origin
+
+    def __call__(self, target: Any, *args: Any, sizes: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta = {k: v for k, v in self.origin.meta.items() if k in ("module", "source")}
+        node.meta |= dict(sizes=sizes, dtype=dtype)
+        return node
+
+    def size(self, expression: Any) -> Any:
+        """A global size as an argument: a number, or nodes that compute it from the inputs' sizes."""
+        if expression.is_Integer:
+            return int(expression)
+        if expression.is_Symbol:
+            return self._measure(expression)
+        operation = operator.add if expression.is_Add else operator.mul
+        parts = [base for factor in expression.args for base in _repeated(factor)]
+        total = self.size(parts[0])
+        for part in parts[1:]:
+            total = self._number(operation, total, self.size(part))
+        total.meta["size"] = expression
+        return total
+
+    def _measure(self, symbol: sympy.Symbol) -> fx.Node:
+        for node in self.graph.find_nodes(op="placeholder"):
+            for dim, size in enumerate(node.meta["sizes"]):
+                if size == symbol:
+                    measured = self._number(aten.sym_size.int, node, dim)
+                    measured.meta["size"] = symbol
+                    return measured
+        raise AssertionError(f"no input has a dim of size {symbol}")
+
+    def _number(self, target: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta = dict(module="", source=None)
+        return node
+
+
+def _repeated(factor: sympy.Expr) -> list[sympy.Expr]:
+    base, exponent = factor.as_base_exp()
+    return [base] * int(exponent)
+
+
+def _reduced(build: _Builder, values: fx.Node, reduction: int, count: Callable[[], Any]) -> fx.Node:
+    if reduction == NONE:
+        return values
+    total = build(aten.sum.default, values, sizes=(), dtype=values.meta["dtype"])
+    if reduction == SUM:
+        return total
+    return build(aten.div.Tensor, total, count(), sizes=(), dtype=values.meta["dtype"])
+
+
+def _cross_entropy(build: _Builder, node: fx.Node) -> fx.Node:
+    given = arguments(node)
+    logits, target = given["self"], given["target"]
+    if given["weight"] is not None or target.meta["dtype"].is_floating_point:
+        raise CompileError(
+            "cross_entropy with class weights or with probabilities as targets is not compiled",
+            node=describe(node),
+            source=node.meta["source"],
+            tries="integer targets without weight=",
+        )
+    logits, target = _rows(build, logits, target)
+    tokens = target.meta["sizes"]
+    losses = build(
+        runtime.cross_entropy, logits, target, None, None, given["ignore_index"], given["label_smoothing"],
+        sizes=tokens, dtype=logits.meta["dtype"],
+    )  # fmt: skip
+
+    def count() -> fx.Node:
+        counted = build(aten.ne.Scalar, target, given["ignore_index"], sizes=tokens, dtype=torch.bool)
+        return build(aten.sum.default, counted, sizes=(), dtype=torch.int64)
+
+    reduced = _reduced(build, losses, given["reduction"], count)
+    if given["reduction"] == NONE and node.meta["sizes"] != tokens:
+        reduced = build(aten.reshape.default, reduced, list(node.meta["sizes"]), sizes=node.meta["sizes"], dtype=node.meta["dtype"])
+    return reduced
+
+
+def _rows(build: _Builder, logits: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Logits as [tokens, classes]: torch has the classes at dim 1 of more dims, at dim 0 of one."""
+    sizes, dtype = logits.meta["sizes"], logits.meta["dtype"]
+    if len(sizes) == 2:
+        return logits, target
+    if len(sizes) == 1:
+        return (
+            build(aten.unsqueeze.default, logits, 0, sizes=(1, *sizes), dtype=dtype),
+            build(aten.unsqueeze.default, target, 0, sizes=(1,), dtype=target.meta["dtype"]),
+        )
+    order = [0, *range(2, len(sizes)), 1]
+    moved = build(aten.permute.default, logits, order, sizes=tuple(sizes[i] for i in order), dtype=dtype)
+    tokens = math.prod(moved.meta["sizes"][:-1])
+    rows = build(aten.reshape.default, moved, [-1, sizes[1]], sizes=(tokens, sizes[1]), dtype=dtype)
+    flat = build(aten.reshape.default, target, [-1], sizes=(tokens,), dtype=target.meta["dtype"])
+    return rows, flat
+
+
+def _mse(build: _Builder, node: fx.Node) -> fx.Node:
+    given = arguments(node)
+    sizes, dtype = given["self"].meta["sizes"], node.meta["dtype"]
+    error = build(aten.sub.Tensor, given["self"], given["target"], sizes=sizes, dtype=dtype)
+    squares = build(aten.mul.Tensor, error, error, sizes=sizes, dtype=dtype)
+    return _reduced(build, squares, given["reduction"], lambda: build.size(sympy.sympify(math.prod(sizes))))
+
+
+def _mean(build: _Builder, node: fx.Node) -> fx.Node | None:
+    given = arguments(node)
+    sizes, dim = given["self"].meta["sizes"], given.get("dim")
+    dims = range(len(sizes)) if not dim else [dim] if isinstance(dim, int) else dim
+    count = math.prod(sizes[d] for d in dims)
+    if isinstance(count, int):
+        return None
+    dtype = node.meta["dtype"]
+    if dim:
+        total = build(aten.sum.dim_IntList, given["self"], dim, given["keepdim"], sizes=node.meta["sizes"], dtype=dtype)
+    else:
+        total = build(aten.sum.default, given["self"], sizes=(), dtype=dtype)
+    return build(aten.div.Tensor, total, build.size(count), sizes=node.meta["sizes"], dtype=dtype)
+
+
+def _ones(build: _Builder, node: fx.Node) -> fx.Node:
+    """`new_ones`, `new_zeros`, `new_full`: the tensor that they are called on lends only its device and dtype."""
+    given, meta = arguments(node), node.meta
+    kwargs = dict(dtype=meta["dtype"], device=torch.device("meta"))
+    if "fill_value" in given:
+        new = build(aten.full.default, given["size"], given["fill_value"], sizes=meta["sizes"], dtype=meta["dtype"])
+    else:
+        target = aten.ones.default if "ones" in str(node.target) else aten.zeros.default
+        new = build(target, given["size"], sizes=meta["sizes"], dtype=meta["dtype"])
+    new.kwargs = kwargs
+    return new
+
+
+LOWERINGS: dict[Any, Callable[[_Builder, fx.Node], fx.Node | None]] = {
+    aten.cross_entropy_loss.default: _cross_entropy,
+    aten.mse_loss.default: _mse,
+    aten.mean.dim: _mean,
+    aten.mean.default: _mean,
+    aten.new_ones.default: _ones,
+    aten.new_zeros.default: _ones,
+    aten.new_full.default: _ones,
+}

@@ -1,0 +1,113 @@
+"""Cut the graph into segments: each call of a repeated block, and what the root does between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+
+
+def mark_blocks(
+    graph: fx.GraphModule, lists: frozenset[str] = frozenset(), pinned: Mapping[str, str] | None = None
+) -> fx.GraphModule:
+    """Set `block` (the module path of the block, or ""), `segment` (its number in order of execution), and `kind`.
+
+    `lists` are the paths of the model's `ModuleList`s. Segments whose text is equal up to names share a kind; nodes at
+    the same place of equal segments share `alias`, and so every choice that is made for one of them; `pinned` names
+    that the user pins (with the pin's text) tell blocks apart too.
+    """
+    segments = _segments(graph, lists)
+    kinds: dict[Any, int] = {}
+    for number, (block, nodes) in enumerate(segments):
+        pins = sorted((name[len(block) :], pin) for name, pin in (pinned or {}).items() if _inside(name, block))
+        text = (_text(block, nodes), tuple(pins)) if block else ("root", number)
+        kind = kinds.setdefault(text, len(kinds))
+        for place, node in enumerate(nodes):
+            node.meta |= dict(block=block, segment=number, kind=kind, alias=(kind, place))
+        if block:
+            _add_ports(graph, nodes)
+    for node in graph.graph.find_nodes(op="placeholder"):
+        node.meta["alias"] = _owner(node, lists) or node.name
+    graph.recompile()
+    return graph
+
+
+def _add_ports(graph: fx.GraphModule, nodes: list[fx.Node]) -> None:
+    """Give a block one node for each value that it takes from others, so that equal blocks take them in one layout."""
+    own, first = set(nodes), nodes[0]
+    taken = dict.fromkeys(v for node in nodes for v in node.all_input_nodes if v.op == "call_function" and v not in own)
+    for number, value in enumerate(v for v in taken if "sizes" in v.meta):
+        with graph.graph.inserting_before(first):
+            port = graph.graph.call_function(torch.ops.aten.alias.default, (value,))
+        port.meta = {k: value.meta[k] for k in ("sizes", "dtype")} | dict(module=first.meta["block"], source=None, port=True)
+        port.meta |= {k: first.meta[k] for k in ("block", "segment", "kind")}
+        port.meta["alias"] = (first.meta["kind"], "port", number)
+        for node in nodes:
+            node.replace_input_with(value, port)
+
+
+def _inside(name: str, block: str) -> bool:
+    return bool(block) and (name == block or name.startswith(block + "."))
+
+
+def _block_of(path: str, lists: frozenset[str]) -> str:
+    parts = path.split(".")
+    for i in range(len(parts)):
+        if ".".join(parts[:i]) in lists and parts[i].isdigit():
+            return ".".join(parts[: i + 1])
+    return ""
+
+
+def _segments(graph: fx.GraphModule, lists: frozenset[str]) -> list[tuple[str, list[fx.Node]]]:
+    found: list[tuple[str, list[fx.Node]]] = []
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or "sizes" not in node.meta:
+            continue
+        block = _block_of(node.meta["module"], lists)
+        if not found or found[-1][0] != block:
+            found.append((block, []))
+        found[-1][1].append(node)
+    return found
+
+
+def _text(block: str, nodes: list[fx.Node]) -> Any:
+    """What a segment does, free of names: equal texts are equal computations."""
+    names: dict[fx.Node, Any] = {node: ("node", i) for i, node in enumerate(nodes)}
+    outside: dict[fx.Node, int] = {}
+
+    def name(node: fx.Node) -> Any:
+        if node in names:
+            return names[node]
+        if node.meta.get("role") in ("parameter", "buffer") and node.meta["name"].startswith(block + "."):
+            return ("own", node.meta["name"][len(block) :], node.meta["sizes"], node.meta["grad"])
+        if "size" in node.meta:
+            return ("size", str(node.meta["size"]))
+        return ("input", outside.setdefault(node, len(outside)), node.meta.get("sizes"), node.meta.get("dtype"))
+
+    return tuple(
+        (str(node.target), _frozen(node.args, name), _frozen(node.kwargs, name), node.meta["sizes"], node.meta["dtype"])
+        for node in nodes
+    )
+
+
+def _frozen(value: Any, name: Callable[[fx.Node], Any]) -> Any:
+    if isinstance(value, fx.Node):
+        return name(value)
+    if isinstance(value, dict):
+        return tuple((k, _frozen(v, name)) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(v, name) for v in value)
+    return value if isinstance(value, (int, float, bool, str, type(None))) else str(value)
+
+
+def _owner(node: fx.Node, lists: frozenset[str]) -> Any:
+    """A parameter's alias: the kind of the block that owns and alone uses it, and its name there."""
+    block = _block_of(node.meta.get("name", ""), lists)
+    kinds = {user.meta.get("kind") for user in node.users}
+    blocks = {user.meta.get("block") for user in node.users}
+    if not block or blocks != {block} or len(kinds) != 1:
+        return None
+    return (kinds.pop(), node.meta["name"][len(block) :])

@@ -1,0 +1,65 @@
+"""Make every random number a function of a key and a global index."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ndcompile import runtime
+from ndcompile.rules.registry import arguments
+
+aten = torch.ops.aten
+
+
+def replace_dropout(graph: fx.GraphModule) -> fx.GraphModule:
+    """`dropout` becomes `runtime.dropout` with the step's key, folded with the segment's number, and a site number.
+
+    Attention with dropout becomes `runtime.attention_with_dropout`. Adds a placeholder with role `key` if any is used.
+    """
+    sites = [n for n in graph.graph.nodes if n.target in REPLACED and (n.target is not ATTENTION or _p(n) > 0)]
+    if not sites:
+        return graph
+    first = next(n for n in graph.graph.nodes if n.op != "placeholder")
+    with graph.graph.inserting_before(first):
+        key = graph.graph.placeholder("key")
+    key.meta = dict(role="key", name="key", sizes=(), dtype=torch.int64, grad=False, module="", source=None, alias="key")
+    folded: dict[int, fx.Node] = {}
+    counts: dict[int, int] = {}
+    for node in sites:
+        segment = node.meta["segment"]
+        if segment not in folded:
+            with graph.graph.inserting_before(_start(graph, segment)):
+                fold = folded[segment] = graph.graph.call_function(runtime.fold, (key, segment))
+            fold.meta = key.meta | dict(role="fold", alias=("fold", node.meta["kind"]))
+        site = counts[segment] = counts.get(segment, -1) + 1
+        _replace(graph, node, folded[segment], site)
+    graph.recompile()
+    return graph
+
+
+ATTENTION = aten.scaled_dot_product_attention.default
+REPLACED = (aten.dropout.default, ATTENTION)
+
+
+def _p(node: fx.Node) -> float:
+    return float(arguments(node)["dropout_p"])
+
+
+def _start(graph: fx.GraphModule, segment: int) -> fx.Node:
+    return next(n for n in graph.graph.nodes if n.meta.get("segment") == segment)
+
+
+def _replace(graph: fx.GraphModule, node: fx.Node, key: fx.Node, site: int) -> None:
+    given = arguments(node)
+    with graph.graph.inserting_before(node):
+        if node.target is ATTENTION:
+            assert not given["enable_gqa"], "grouped queries are expanded before this pass"
+            tensors = (given["query"], given["key"], given["value"])
+            scale = given["scale"] or tensors[0].meta["sizes"][-1] ** -0.5
+            args = (*tensors, given["attn_mask"], given["dropout_p"], key, site, given["is_causal"], scale)
+            new = graph.graph.call_function(runtime.attention_with_dropout, args)
+        else:
+            new = graph.graph.call_function(runtime.dropout, (given["input"], given["p"], key, site))
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    graph.graph.erase_node(node)
