@@ -67,7 +67,7 @@ class Writer:
         if isinstance(value, fx.Node):
             if "size" in value.meta:
                 text = self.sizes.expression(value.meta["size"])
-                return f"({text})" if " " in text else text
+                return text if text.isidentifier() else f"({text})"
             return self.names[value]
         if isinstance(value, (list, tuple)):
             inner = ", ".join(self.text(v) for v in value)
