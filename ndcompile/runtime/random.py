@@ -43,7 +43,7 @@ def uniform_bits(
 
     `shards` says over which ranks a dim is sharded: in equal parts, or those of a whole `sizes[dim]`.
     """
-    index = _global_index(shape, shards or {}, sizes or {}, key.device)
+    index = _global_index(shape, shards or {}, sizes or {}, key)
     return _shift(_mix(fold(key, site) + (index + 1) * _GOLDEN), 64 - _BITS)
 
 
@@ -76,11 +76,12 @@ def dropout(
     return torch.where(keep, x * (1 / (1 - p)), 0)
 
 
-def _global_index(
-    shape: Sequence[int], shards: Mapping[int, Ranks], sizes: Mapping[int, int], device: torch.device
-) -> Tensor:
-    """The row-major index in the global tensor of each element of this rank's part."""
-    index = torch.zeros((), dtype=torch.int64, device=device)
+def _global_index(shape: Sequence[int], shards: Mapping[int, Ranks], sizes: Mapping[int, int], key: Tensor) -> Tensor:
+    """The row-major index in the global tensor of each element of this rank's part.
+
+    It starts from a zero that is computed from `key`: inductor does arithmetic on constants and ranges alone in int32.
+    """
+    index = key - key
     for dim, length in enumerate(shape):
         start, whole = 0, length
         axis = shards.get(dim)
@@ -88,7 +89,7 @@ def _global_index(
             start, whole = axis.start(sizes[dim]), sizes[dim]
         elif axis is not None:
             start, whole = axis.index * length, axis.size * length
-        place = torch.arange(length, dtype=torch.int64, device=device) + start
+        place = torch.arange(length, dtype=torch.int64, device=key.device) + start
         index = index.unsqueeze(-1) * whole + place
     return index
 

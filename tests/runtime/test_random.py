@@ -19,6 +19,7 @@ from ndcompile.runtime import (
     scale_gradient,
     uniform_bits,
 )
+from ndcompile.runtime.random import _GOLDEN, _mix, _shift
 from tests.ranks import run
 
 KEY = torch.tensor(2024)
@@ -102,6 +103,20 @@ def test_dropout_scales_what_it_keeps_and_its_gradient_alike():
 def test_compiled_dropout_drops_the_same():
     function = torch.compile(lambda x, key: dropout(x, 0.5, key, 3), backend="aot_eager", fullgraph=True)
     assert torch.equal(function(torch.ones(100), KEY), dropout(torch.ones(100), 0.5, KEY, 3))
+
+
+def test_indices_beyond_32_bits_are_told_apart_and_compile():
+    """The 4th part of 2³⁴ elements, and the same by whole: elements 3 · 2³² + 5 …"""
+    far = {0: Ranks("tp", 4, 3, "tp")}, {0: 1 << 34}
+
+    def masks(key: Tensor) -> tuple[Tensor, Tensor]:
+        return uniform_bits((8,), key, 1, *far), uniform_bits((8,), key, 1)
+
+    distant, near = masks(KEY)
+    offset = KEY.new_tensor(3 << 32)
+    assert not torch.equal(distant, near)
+    assert torch.equal(distant, _shift(_mix(fold(KEY, 1) + (torch.arange(8) + offset + 1) * _GOLDEN), 11))
+    assert all(torch.equal(a, b) for a, b in zip(torch.compile(masks)(KEY), (distant, near), strict=True))
 
 
 def problem() -> tuple[Tensor, Tensor, Tensor]:
