@@ -50,7 +50,7 @@ def distances(settings: Settings, mesh: Record, one: Record) -> list[Distance]:
 
 
 def bar(settings: Settings) -> float | None:
-    """What the distance must not exceed: 1e-10 in float64, 1e-5 in float32, nothing fixed where bf16 rounds."""
+    """What the distance must not exceed: 1e-10 in float64, 1e-5 in float32, none for bf16."""
     if settings.float64:
         return 1e-10
     return 1e-5 if settings.precision == "float32" else None

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ndcompile.demo.train import Record, Settings, train
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshError
+from ndcompile.runtime.agreement import Disagreement
 
 TIMEOUT = timedelta(seconds=120)
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
@@ -130,7 +131,7 @@ def _work(settings: Settings, place: Place, folder: str, pipe: Connection) -> No
             dist.destroy_process_group()
         pipe.send(("done",))
     except Exception as error:
-        user_error = str(error) if isinstance(error, CompileError | MeshError) else None
+        user_error = str(error) if isinstance(error, CompileError | MeshError | Disagreement) else None
         pipe.send(("failed", traceback.format_exc(), user_error))
 
 

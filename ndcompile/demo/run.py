@@ -76,5 +76,5 @@ def _verdict(settings: Settings, found: list[Distance], equal: bool) -> list[str
 
 def _reason(settings: Settings) -> str:
     if settings.precision != "float32":
-        return "bf16 rounds more than the runs may differ by any fixed bar"
+        return "the mesh computes in bf16, one device in float32"
     return "rounding has moved the weights apart since step 0"

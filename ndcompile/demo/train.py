@@ -41,7 +41,9 @@ class Settings:
         return model.double() if self.float64 else model
 
     def batch(self, step: int) -> Batch:
-        return global_batch(step, self.sequences, self.context, self.seed)
+        """The global batch: `sequences`, or a few more, so that each data-parallel rank has as many."""
+        parts = MeshSpec.parse(self.mesh).size("dp_replicate", "dp_shard")
+        return global_batch(step, -(-self.sequences // parts) * parts, self.context, self.seed)
 
     def parallel(self, model: nn.Module) -> nn.Module:
         """The model on this process's mesh."""
@@ -115,5 +117,5 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A DTensor gathered (all its ranks must call), a plain tensor as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    """A copy: of all of a DTensor (each of its ranks must call), of a plain tensor as it is."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ndcompile.demo.compare import bar, gradient_distance, holds
-from ndcompile.demo.train import Settings
+from ndcompile.demo.train import Settings, whole_gradients
 
 ONE = {"weight": torch.tensor([3.0, 4.0]), "key.bias": torch.tensor([1e-9, 0.0])}
 
@@ -46,3 +46,11 @@ def test_a_missing_gradient_never_holds():
 
 def test_the_bars():
     assert (bar(Settings(float64=True)), bar(Settings()), bar(Settings(precision="bf16"))) == (1e-10, 1e-5, None)
+
+
+def test_kept_gradients_are_copies_that_clipping_does_not_change():
+    model = torch.nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    kept = whole_gradients(model)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert torch.equal(kept["weight"], torch.ones(2, 2))
