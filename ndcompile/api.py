@@ -67,7 +67,8 @@ def compile(
     emitted = emit(job.graph, spec, _names(model), f"{type(model).__name__} on {spec}: emitted by ndcompile.")
     times["codegen"] = time.perf_counter() - begin
     if folder is not None:
-        (folder / f"{len(pipeline.PIPELINE) + 1}_codegen.py").write_text(emitted.source)
+        headline = f"# codegen, which took {times['codegen'] * 1e3:.1f} ms\n"
+        (folder / f"{len(pipeline.PIPELINE) + 1}_codegen.py").write_text(headline + emitted.source)
     assert job.reference is not None, "the pipeline keeps the reference"
     parameters = planning.parameters(model, job.graph, spec)
     manifest = planning.manifest(model, example, captured, job, emitted, parameters, autocast)

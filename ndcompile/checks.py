@@ -197,7 +197,8 @@ def ops_are_legal(graph: fx.GraphModule, mesh: MeshSpec, signature: Callable[[fx
             grads = [v.meta["grad"] for v in _tensors(node)]
             made = node.meta["layout"].on(axis)
             allowed = {given[0]} if bound is None else deduce(node, bound, axis, given, grads)
-            if made not in allowed and not (made.whole and not node.meta["grad"] and any(p.whole for p in allowed)):
+            one_whole = not (node.meta["grad"] and any(grads))  # without a gradient R and I are the same
+            if made not in allowed and not (one_whole and made.whole and any(p.whole for p in allowed)):
                 raise _broken(
                     f"%{node.name} is {made} on axis '{axis}', but its operands make it {_any_of(allowed)}", node,
                     f"operands: {', '.join(map(str, given))}",

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -114,6 +115,12 @@ def write_dump(path: Path, name: str, seconds: float, graph: fx.GraphModule) -> 
 
 
 def _import_text(value: Any) -> str:
+    if isinstance(value, ModuleType):
+        return f"__import__({value.__name__!r}, fromlist=['*'])"
+    if isinstance(value, float):
+        return f"float({str(value)!r})"
+    if value is type(None):
+        return "type(None)"
     if isinstance(value, torch._ops.OpOverload):
         return f"torch.ops.{value}"
     module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)

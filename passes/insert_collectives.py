@@ -148,7 +148,8 @@ def _meta(
     value: fx.Node, before: fx.Node, move: Move, layout: Layout, bucket: bool, precision: Precision
 ) -> dict[str, Any]:
     meta = {k: value.meta[k] for k in KEPT}
-    meta |= {k: before.meta.get(k) for k in ("module", "source", "segment", "block", "kind")}
+    meta |= {k: before.meta.get(k) for k in ("segment", "block", "kind")}
+    meta |= {k: before.meta.get(k) or value.meta.get(k) for k in ("module", "source")}
     dtype: torch.dtype = value.meta["dtype"]
     reduced = (precision.reduce or dtype) if bucket else dtype
     backward = reduced if move.conversion.backward in ("all_reduce", "reduce_scatter") else dtype

@@ -38,7 +38,7 @@ def mark_blocks(
 def _add_ports(graph: fx.GraphModule, nodes: list[fx.Node]) -> None:
     """Give a block one node for each value that it takes from others, so that equal blocks take them in one layout."""
     own, first = set(nodes), nodes[0]
-    taken = dict.fromkeys(v for node in nodes for v in node.all_input_nodes if v.op == "call_function" and v not in own)
+    taken = dict.fromkeys(v for node in nodes for v in node.all_input_nodes if _travels(v) and v not in own)
     for number, value in enumerate(v for v in taken if "sizes" in v.meta):
         with graph.graph.inserting_before(first):
             port = graph.graph.call_function(torch.ops.aten.alias.default, (value,))
@@ -47,6 +47,11 @@ def _add_ports(graph: fx.GraphModule, nodes: list[fx.Node]) -> None:
         port.meta["alias"] = (first.meta["kind"], "port", number)
         for node in nodes:
             node.replace_input_with(value, port)
+
+
+def _travels(value: fx.Node) -> bool:
+    """Another segment's value, or an input of the model: the first block takes that where later ones take a value."""
+    return value.op == "call_function" or value.meta.get("role") == "input"
 
 
 def _inside(name: str, block: str) -> bool:

@@ -64,11 +64,23 @@ def measure(graph: fx.GraphModule, mesh: MeshSpec) -> None:
 
 
 def mark_gradients(graph: fx.GraphModule) -> None:
-    """Set `grad`: whether a gradient flows through the value."""
-    for node in graph.graph.nodes:
-        if "shape" in node.meta and node.op == "call_function":
-            stopped = op_name(node.target) == "aten.detach.default" or not node.meta["dtype"].is_floating_point
-            node.meta["grad"] = not stopped and any(o.meta["grad"] for o in operands(node))
+    """Set `grad`: whether a gradient flows through the value; for a block's port, through that of any equal block."""
+    ports: set[Any] = set()
+    while True:
+        for node in graph.graph.nodes:
+            if "shape" in node.meta and node.op == "call_function":
+                stopped = op_name(node.target) == "aten.detach.default" or not node.meta["dtype"].is_floating_point
+                flows = any(o.meta["grad"] for o in operands(node)) or (is_port(node) and node.meta["alias"] in ports)
+                node.meta["grad"] = flows and not stopped
+        found = {n.meta["alias"] for n in graph.graph.nodes if is_port(n) and n.meta["grad"]}
+        if found == ports:
+            return
+        ports = found
+
+
+def is_port(node: fx.Node) -> bool:
+    """A block's own name for a value that it takes from outside."""
+    return bool(node.meta.get("port"))
 
 
 def resolve_pins(graph: fx.GraphModule, mesh: MeshSpec, pins: Pins) -> dict[str, dict[fx.Node, Placement]]:
@@ -188,7 +200,7 @@ def _op_rows(state: _State, node: fx.Node, kind: AxisKind, ranks: int) -> list[R
         whole = [I, R] if node.meta["grad"] else [R]
         dims = [S(d) for d in range(len(node.meta["shape"]))]
         return [Row((p,), p) for p in (*whole, *dims)]
-    bound, grads = state.signatures[node], [o.meta["grad"] for o in operands(node)]
+    bound, grads = state.signatures[node], [o.meta["grad"] for o in ([node] if is_port(node) else operands(node))]
     found = rows(bound, ranks, taken=state.taken[node], grads=grads)
     return [row for row in found if row.factor is None or kind.shards(bound.sizes[row.factor])]
 

@@ -1,0 +1,77 @@
+"""Small models that several tests compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Mlp(nn.Module):
+    """Two linear layers with biases, and a gelu between."""
+
+    def __init__(self, width: int = 12, hidden: int = 20) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Residual(nn.Module):
+    """A norm and an MLP around which the input passes: one block of a stack."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = Mlp(width, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Stack(nn.Module):
+    """Tokens to logits through equal blocks: [batch, sequence] to [batch, sequence, vocabulary]."""
+
+    def __init__(self, depth: int = 2, width: int = 12, hidden: int = 20, vocabulary: int = 31) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Residual(width, hidden) for _ in range(depth))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def seeded(kind: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+    """The same weights on every rank."""
+    torch.manual_seed(0)
+    return kind(*args, **kwargs)
+
+
+def tokens(size: int = 4, length: int = 8, vocabulary: int = 31) -> dict[str, Tensor]:
+    ids = torch.randint(vocabulary, (size, length), generator=torch.Generator().manual_seed(1))
+    return {"ids": ids, "labels": ids.roll(-1, 1)}
+
+
+def llama(vocabulary: int = 131, layers: int = 2, heads: int = 4) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    assert isinstance(model, nn.Module)
+    return model
