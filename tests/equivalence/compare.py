@@ -1,13 +1,18 @@
-"""One case of the equivalence matrix: a model on a mesh against one device, on real process groups."""
+"""Cases of the equivalence matrix: a model on a mesh against one device, on real process groups.
+
+The parent process compiles the program, and trains on one device for the right answers; the ranks load the program,
+train on the mesh, and measure how far they are from them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 import ndcompile as nd
 from ndcompile.mesh import MeshSpec
@@ -16,97 +21,166 @@ from tests.equivalence.zoo import ZOO, Batch
 SAMPLES = 8
 LEARNING_RATE = 1e-2
 STEPS = 2
+CLIP = 0.1
+BAR = {True: 1e-10, False: 1e-6}
+"""The largest distance in float64 mode and in float32; there, if one device itself rounds further, four times that."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the matrix."""
+
+    model: str
+    mesh: str
+    float64: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.model} on {self.mesh}, {'float64' if self.float64 else 'float32'}"
+
+
+@dataclass
+class Step:
+    """What one device computes in a step: results, gradients, their norm, and the parameters after it."""
+
+    results: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    norm: Tensor
+    parameters: dict[str, Tensor]
 
 
 @dataclass
 class Outcome:
-    """The distances of one rank: loss, every gradient, gradient norm, and every parameter after each clipped step."""
+    """The distances that one rank measured, by what was compared."""
 
-    case: str
+    case: Case
     distances: dict[str, float] = field(default_factory=dict)
+    own: dict[str, float] = field(default_factory=dict)
+    """How far one device in this dtype is from one device in float64."""
 
     @property
-    def worst(self) -> tuple[str, float]:
-        return max(self.distances.items(), key=lambda pair: pair[1])
+    def failures(self) -> list[str]:
+        bars = {what: max(BAR[self.case.float64], 4 * own) for what, own in self.own.items()}
+        return [
+            f"{self.case}: {what} is {far:.2e} away, {bars[what]:.0e} is allowed"
+            for what, far in self.distances.items()
+            if not far < bars[what]
+        ]
 
 
-def distance(a: Tensor, b: Tensor, scale: float) -> float:
-    """‖a − b‖ / max(‖b‖, scale): `scale` keeps gradients that are zero by mathematics from being divided by."""
-    value = ((a.double() - b.double()).norm() / max(b.double().norm().item(), scale)).item()
+def distance(a: Tensor, b: Tensor, least: float) -> float:
+    """‖a − b‖ / max(‖b‖, least)."""
+    if a.shape != b.shape:
+        return float("inf")
+    value = ((a.double() - b.double()).norm() / max(b.double().norm().item(), least)).item()
     return value if value == value else float("inf")
+
+
+def make(case: Case) -> tuple[nn.Module, Batch]:
+    model, batch = ZOO[case.model](SAMPLES)
+    if case.float64:
+        model = model.double()
+        batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    return model, batch
+
+
+def prepare(case: Case, folder: Path) -> Path:
+    """Compile the case, and train on one device in float64 (and in the case's dtype); all goes to `folder`."""
+    model, batch = make(case)
+    nd.compile(model, case.mesh, batch, float64=case.float64).save(folder / "program.py")
+    exact_model, exact_batch = make(replace(case, float64=True))
+    program = nd.compile(exact_model, "", exact_batch, float64=True)
+    steps = [list(train(program.one_device(exact_model), exact_model, exact_batch))]
+    if not case.float64:
+        callee = nd.compile(model, "", batch).one_device(model) if program.manifest.random else model
+        steps.append(list(train(callee, model, batch)))
+    torch.save(steps, folder / "steps.pt")
+    torch.save(case, folder / "case.pt")
+    return folder
+
+
+def train(callee: nn.Module, model: nn.Module, batch: Batch) -> list[Step]:
+    """Two clipped AdamW steps on the whole batch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    steps = []
+    for number in range(STEPS):
+        torch.manual_seed(number)
+        results = dict(callee(**batch).items())
+        results["loss"].backward()
+        gradients = {k: None if p.grad is None else p.grad.clone() for k, p in model.named_parameters()}
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        held = {k: p.detach().clone() for k, p in model.named_parameters()}
+        kept = {k: v.detach().clone() for k, v in results.items() if isinstance(v, Tensor)}
+        steps.append(Step(kept, gradients, norm, held))
+    return steps
+
+
+def measure(folder: Path) -> Outcome:
+    """On a rank: load the program, take the same steps on this rank's rows, and compare everything."""
+    case: Case = torch.load(folder / "case.pt", weights_only=False)
+    exact, *low = torch.load(folder / "steps.pt", weights_only=False)
+    model, batch = make(case)
+    parallel = nd.load(folder / "program.py", model)
+    spec, rank = MeshSpec.parse(case.mesh), torch.distributed.get_rank()
+    outcome = Outcome(case)
+    for number, (found, step) in enumerate(zip(steps_on_mesh(parallel, own_rows(batch, spec, rank)), exact, strict=True)):
+        local = replace(step, results=own_results(step.results, spec, rank))
+        outcome.distances |= distances(number, found, local)
+        own = replace(low[0][number], results=own_results(low[0][number].results, spec, rank)) if low else local
+        outcome.own |= distances(number, own, local)
+    return outcome
+
+
+def steps_on_mesh(parallel: nn.Module, batch: Batch) -> list[Step]:
+    """The steps of `train`, with every DTensor gathered."""
+    return [
+        Step(
+            {k: whole(v) for k, v in step.results.items()},
+            {k: None if g is None else whole(g) for k, g in step.gradients.items()},
+            whole(step.norm),
+            {k: whole(p) for k, p in step.parameters.items()},
+        )
+        for step in train(parallel, parallel, batch)
+    ]
+
+
+def distances(number: int, found: Step, expected: Step) -> dict[str, float]:
+    """How far one step is from another: results, every gradient, the norm, every parameter."""
+    assert found.results.keys() == expected.results.keys(), "the same results"
+    assert found.gradients.keys() == expected.gradients.keys(), "the same parameters"
+    total = expected.norm.double().item()
+    far = {f"result {k}": distance(found.results[k], v, 1e-30) for k, v in expected.results.items()}
+    for key, gradient in expected.gradients.items():
+        mine = found.gradients[key]
+        if gradient is None or mine is None:
+            assert gradient is mine is None, f"'{key}' has a gradient on one side only"
+            continue
+        far[f"gradient {key}"] = distance(mine, gradient, 1e-6 * total)
+    far["gradient norm"] = distance(found.norm, expected.norm, 1e-30)
+    for key, parameter in expected.parameters.items():
+        far[f"parameter {key}"] = distance(found.parameters[key], parameter, LEARNING_RATE * parameter.numel() ** 0.5)
+    return {f"step {number}: {what}": value for what, value in far.items()}
 
 
 def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def own_rows(batch: Batch, spec: MeshSpec, rank: int) -> Batch:
+def own_rows(batch: dict[str, Any], spec: MeshSpec, rank: int) -> dict[str, Any]:
+    """This rank's rows of each tensor: the data axes are one index, dp_replicate major."""
     place, ranks, index = spec.coordinate(rank), 1, 0
     for axis in spec.of_kind("dp_replicate", "dp_shard"):
         ranks, index = ranks * spec.size(axis), index * spec.size(axis) + place[axis]
     return {k: v.chunk(ranks)[index].contiguous() for k, v in batch.items()}
 
 
-def compare(name: str, mesh: str, float64: bool, compiled: bool = False) -> Outcome:
-    """Run `STEPS` clipped AdamW steps on this rank and on one device beside it, and measure all distances."""
-    rank = torch.distributed.get_rank()
-    spec = MeshSpec.parse(mesh)
-    single, batch = ZOO[name](SAMPLES)
-    model, _ = ZOO[name](SAMPLES)
-    if float64:
-        single, model = single.double(), model.double()
-        batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
-    mine = own_rows(batch, spec, rank)
-    parallel = nd.parallelize(model, mesh, batch, float64=float64)
-    if compiled:
-        parallel.compile(backend="aot_eager")
-    reference = nd.compile(single, "", batch, float64=float64).one_device(single)
-    outcome = Outcome(f"{name} on {mesh}")
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=LEARNING_RATE, fused=True) for m in (parallel, single)]
-    for step in range(STEPS):
-        torch.manual_seed(step)
-        expected = reference(**batch)
-        torch.manual_seed(step)
-        found = parallel(**mine)
-        _compare_results(outcome, step, found, expected, spec, rank)
-        found["loss"].backward()
-        expected["loss"].backward()
-        _compare_gradients(outcome, step, parallel, single)
-        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (parallel, single)]
-        outcome.distances[f"{step} norm"] = distance(whole(norms[0]), norms[1], 1e-30)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for key, parameter in single.named_parameters():
-            held = whole(dict(parallel.named_parameters())[key])
-            scale = LEARNING_RATE * parameter.numel() ** 0.5
-            outcome.distances[f"{step} stepped {key}"] = distance(held, parameter, scale)
-    return outcome
+def own_results(results: dict[str, Tensor], spec: MeshSpec, rank: int) -> dict[str, Tensor]:
+    """Scalars are the same everywhere; of others a rank has its rows."""
+    return {k: v if v.dim() == 0 else own_rows({k: v}, spec, rank)[k] for k, v in results.items()}
 
 
-def _compare_results(outcome: Outcome, step: int, found: dict, expected: dict, spec: MeshSpec, rank: int) -> None:
-    for key, value in expected.items():
-        if not isinstance(value, Tensor):
-            continue
-        mine = value if value.dim() == 0 else own_rows({"v": value}, spec, rank)["v"]
-        outcome.distances[f"{step} result {key}"] = distance(whole(found[key]).detach(), mine.detach(), 1e-30)
-
-
-def _compare_gradients(outcome: Outcome, step: int, parallel: nn.Module, single: nn.Module) -> None:
-    expected = {k: p.grad for k, p in single.named_parameters()}
-    norm = torch.stack([g.double().norm() for g in expected.values() if g is not None]).norm().item()
-    for key, parameter in parallel.named_parameters():
-        gradient = expected[key]
-        if gradient is None or parameter.grad is None:
-            assert gradient is None and parameter.grad is None, f"'{key}' has a gradient on one side only"
-            continue
-        outcome.distances[f"{step} gradient {key}"] = distance(whole(parameter.grad), gradient, 1e-6 * norm)
-
-
-def run_cases(cases: list[tuple[str, str, bool, bool]]) -> list[Outcome]:
+def measure_all(folders: list[Path]) -> list[Outcome]:
     """All cases of one world size, in one set of processes."""
     torch.set_num_threads(1)
-    return [compare(*case) for case in cases]
-
-
-__all__ = ["Outcome", "compare", "distance", "own_rows", "pytree", "run_cases", "whole"]
+    return [measure(folder) for folder in folders]

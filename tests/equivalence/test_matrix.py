@@ -1,0 +1,71 @@
+"""The equivalence matrix: every model of the zoo on every mesh of 2, 4 and 8 ranks of one or two axes.
+
+    pytest -m equivalence                the covering subset that CI runs
+    pytest -m "equivalence or full"      all of it
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ndcompile.mesh import BUILT
+from tests.equivalence.compare import Case, measure_all, prepare
+from tests.equivalence.zoo import ZOO
+from tests.ranks import run
+
+
+def meshes(world_size: int) -> Iterator[str]:
+    """All meshes of one axis, and of two in mesh order."""
+    for axis in BUILT:
+        yield f"{axis}={world_size}"
+    for one, two in itertools.combinations(BUILT, 2):
+        for size in (2, 4):
+            if world_size % size == 0 and world_size // size > 1:
+                yield f"{one}={size}, {two}={world_size // size}"
+
+
+def cases(world_size: int) -> list[Case]:
+    return [Case(model, mesh, float64) for mesh in meshes(world_size) for model in ZOO for float64 in (True, False)]
+
+
+COVER = {
+    2: [Case(model, mesh) for mesh in meshes(2) for model in ZOO]
+    + [Case(model, "tp=2", False) for model in ("mlp", "llama")],
+    4: [Case("gpt with dropout", mesh) for mesh in meshes(4)] + [Case("llama", "dp_shard=2, tp=2")],
+    8: [Case("llama", "dp_shard=4, tp=2"), Case("gpt with dropout", "dp_replicate=2, tp=4"), Case("gpt", "tp=8")],
+}
+"""Each model on each mesh of 2 ranks; each mesh of 4 once; products whose axes differ in size on 8."""
+
+
+def check(world_size: int, chosen: list[Case], folder: Path) -> None:
+    """Every distance of every rank is below the bar."""
+    folders = []
+    for number, case in enumerate(chosen):
+        (folder / str(number)).mkdir()
+        folders.append(prepare(case, folder / str(number)))
+    outcomes = run(world_size, measure_all, folders, timeout=60.0 + 20.0 * len(chosen))
+    failures = [text for measured in outcomes for outcome in measured for text in outcome.failures]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.equivalence
+@pytest.mark.parametrize("world_size", COVER)
+def test_the_covering_subset_equals_one_device(world_size: int, tmp_path: Path) -> None:
+    check(world_size, COVER[world_size], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [mesh for world_size in (2, 4, 8) for mesh in meshes(world_size)])
+def test_the_whole_matrix_equals_one_device(mesh: str, tmp_path: Path) -> None:
+    world_size = next(n for n in (2, 4, 8) if mesh in meshes(n))
+    check(world_size, [case for case in cases(world_size) if case.mesh == mesh], tmp_path)
+
+
+def test_the_cover_is_part_of_the_matrix() -> None:
+    for world_size, chosen in COVER.items():
+        assert set(chosen) <= set(cases(world_size))
+        assert {case.mesh for case in chosen} <= set(meshes(world_size))
