@@ -48,7 +48,7 @@ def _from_config(path: Path) -> tuple[nn.Module, None]:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
-        raise CompileError(f"cannot read {path}", why=str(error), tries="pip install 'ndcompile[hf]'") from error
+        raise CompileError(f"cannot read {path}", why=str(error), tries="pip install transformers") from error
     if not path.is_file():
         raise CompileError(f"there is no file {path}", tries="the path of a transformers config.json")
     config = AutoConfig.from_pretrained(str(path))
