@@ -22,27 +22,29 @@ class CheckError(CompileError):
     """A compiled graph breaks a law of placements: a bug of the compiler, or of a rule that was registered."""
 
 
+COPIES = ("aten.contiguous.default", "aten.clone.default", "aten.lift_fresh_copy.default")
+
+
 def no_noops(graph: fx.GraphModule, mesh: MeshSpec) -> None:
     """No casts to the dtype at hand and no copies are left."""
     for node in _ops(graph):
         name = str(node.target)
         same = name == "aten.to.dtype" and _tensor(node.args[0]).meta["dtype"] == node.meta["dtype"]
-        if same or name in ("aten.contiguous.default", "aten.clone.default", "aten.lift_fresh_copy.default"):
-            raise _broken("an op that changes nothing is left", node, "it would be given a layout and a cost of its own")
-
-
-RANDOM = ("aten.dropout", "aten.bernoulli", "aten.rand", "aten.normal", "aten.multinomial", "aten.native_dropout")
+        if same or name in COPIES:
+            raise _broken(f"{name} changes nothing", node, "it would be given a layout and a cost of its own")
 
 
 def no_hidden_randomness(graph: fx.GraphModule, mesh: MeshSpec) -> None:
     """Random numbers are functions of a key and a global index, so that they are the same on every mesh."""
     for node in _ops(graph):
-        name = str(node.target)
-        hidden = name.startswith(RANDOM) and not name.startswith("aten.dropout") or name.startswith("aten.dropout.")
-        if name.startswith("aten.scaled_dot_product_attention") and len(node.args) > 4:
-            hidden = bool(node.args[4])
-        if hidden:
-            raise _broken(f"{name} draws random numbers of its own", node, "each rank would draw others")
+        seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        attends = str(node.target).startswith("aten.scaled_dot_product_attention")
+        if seeded and not (attends and _dropout_p(node) == 0):
+            raise _broken(f"{node.target} draws random numbers of its own", node, "each rank would draw others")
+
+
+def _dropout_p(node: fx.Node) -> Any:
+    return node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
 
 
 def every_value_placed(graph: fx.GraphModule, mesh: MeshSpec) -> None:
@@ -60,13 +62,19 @@ def no_implicit_communication(graph: fx.GraphModule, mesh: MeshSpec) -> None:
     for node in [*_ops(graph), graph.graph.output_node()]:
         if "move" in node.meta or "data_axes" in node.meta:
             continue
-        values = _tensors(node)
-        for value, wanted in zip(values, node.meta.get("wanted", ()), strict=False):
-            if not _agrees(value.meta["layout"], wanted, value.meta["grad"]):
+        values, wanted = _tensors(node), node.meta.get("wanted", ())
+        if len(values) != len(wanted):
+            raise _broken(f"%{node.name} has layouts for {len(wanted)} of its {len(values)} operands", node, UNPLACED)
+        for value, layout in zip(values, wanted, strict=True):
+            if not _agrees(value.meta["layout"], layout, value.meta["grad"]):
                 raise _broken(
-                    f"%{node.name} takes %{value.name} as '{wanted}', but it is '{value.meta['layout']}'", node,
+                    f"%{node.name} takes %{value.name} as '{layout}', but it is '{value.meta['layout']}'",
+                    node,
                     "a conversion is missing on this edge",
-                )  # fmt: skip
+                )
+
+
+UNPLACED = "each use needs one layout"
 
 
 def conversions_are_rows(graph: fx.GraphModule, mesh: MeshSpec) -> None:
@@ -76,32 +84,51 @@ def conversions_are_rows(graph: fx.GraphModule, mesh: MeshSpec) -> None:
         if move is None:
             continue
         row = CONVERSIONS.get((move.source.kind, move.target.kind))
+        called = getattr(node.target, "__name__", str(node.target))
+        if row is None or called != row.name:
+            raise _broken(
+                f"no conversion {move.source}→{move.target} is called {called}", node, "the table has no such row"
+            )
+        _check_arguments(node, row.name, move.source, move.target, move.axes)
         value = _tensor(node.args[0])
         before = value.meta["stored"] if "stored" in value.meta and node.meta["bucket"] else value.meta["layout"]
         after = node.meta["layout"]
-        if row is None or getattr(node.target, "__name__", "") != row.name:
-            raise _broken(f"no conversion {move.source}→{move.target} is called {node.target}", node, "the table has no such row")
         for axis in move.axes:
             if before.on(axis) != move.source or after.on(axis) != move.target:
-                raise _broken(f"{row.name} on '{axis}' turns {before} into {after}", node, f"its row is {move}")
+                raise _broken(
+                    f"{row.name} turns '{before}' into '{after}'",
+                    node,
+                    f"its row is {axis} {move.source}→{move.target}",
+                )
         _check_minor(node, before, move.source, move.axes)
         _check_minor(node, after, move.target, move.axes)
         if before.without(move.axes) != after.without(move.axes):
-            raise _broken(f"{row.name} on {move.axes} also changes other axes", node, f"{before} → {after}")
+            moved = ", ".join(move.axes)
+            raise _broken(f"{row.name} turns '{before}' into '{after}'", node, f"it may change {moved} only")
+
+
+def _check_arguments(node: fx.Node, name: str, source: Placement, target: Placement, axes: tuple[str, ...]) -> None:
+    """The call says what its row says: over which axes, and along which dims."""
+    given = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    if source.kind == target.kind:
+        dims, due = [node.kwargs.get("source"), node.kwargs.get("target")], [source.dim, target.dim]
+    else:
+        dims, due = [node.kwargs.get("dim")], [target.dim if source.dim is None else source.dim]
+    if given != axes or dims != due:
+        what = f"{name} is called over {', '.join(map(str, given))} and dim {', '.join(map(str, dims))}"
+        raise _broken(what, node, f"its row is {', '.join(axes)} {source}→{target}")
 
 
 def _check_minor(node: fx.Node, layout: Layout, placement: Placement, axes: tuple[str, ...]) -> None:
     if placement.kind == "S":
         assert placement.dim is not None
         if layout.dims[placement.dim][-len(axes) :] != axes:
-            raise _broken(
-                f"{', '.join(axes)} is not the minor axis of dim {placement.dim} in '{layout}'", node,
-                "parts of a dim can only be joined or cut from the inside",
-            )  # fmt: skip
+            what = f"{', '.join(axes)} is not the minor axis of dim {placement.dim} in '{layout}'"
+            raise _broken(what, node, "parts of a dim can only be joined or cut from the inside")
 
 
 def reductions_state_their_dtype(graph: fx.GraphModule, mesh: MeshSpec) -> None:
-    """Each side that adds says in which dtype; a bucket's gradients not below the precision that was asked for."""
+    """Each side that adds says in which dtype."""
     for node in _ops(graph):
         move = node.meta.get("move")
         if move is None:
@@ -109,7 +136,7 @@ def reductions_state_their_dtype(graph: fx.GraphModule, mesh: MeshSpec) -> None:
         for side in ("forward", "backward"):
             dtype = node.meta.get(f"{side}_dtype")
             if getattr(move.conversion, side) in REDUCING and not isinstance(dtype, torch.dtype):
-                raise _broken(f"{move.conversion.name} adds {side} in no stated dtype", node, "sums round by dtype")
+                raise _broken(f"{move.conversion.name} adds in no stated dtype {side}", node, "sums round by dtype")
 
 
 @dataclass(frozen=True)
@@ -138,16 +165,18 @@ def duties(graph: fx.GraphModule, mesh: MeshSpec) -> list[Duty]:
             *moves, use = way
             last = moves[-1] if moves else parameter
             for axis in mesh.names:
-                mine = [m for m in moves if axis in m.meta["move"].axes and m.meta["move"].conversion.backward in REDUCING]
-                layout = last.meta["layout"]
+                mine = [m for m in moves if axis in m.meta["move"].axes and _backward(m) in REDUCING]
                 found.append(
                     Duty(
-                        parameter.meta["name"], axis, f"%{use.name}", layout.on(axis).dual,
-                        tuple(m.meta["move"].conversion.backward for m in mine),
-                        mine[0].meta["backward_dtype"] if mine else None,
+                        parameter.meta["name"], axis, f"%{use.name}", last.meta["layout"].on(axis).dual,
+                        tuple(_backward(m) for m in mine), mine[0].meta["backward_dtype"] if mine else None,
                     )
                 )  # fmt: skip
     return found
+
+
+def _backward(conversion: fx.Node) -> str:
+    return str(conversion.meta["move"].conversion.backward)
 
 
 def _ways(node: fx.Node, path: tuple[fx.Node, ...]) -> list[tuple[fx.Node, ...]]:
@@ -171,7 +200,7 @@ def reduced_exactly_once(graph: fx.GraphModule, mesh: MeshSpec) -> None:
 
 
 def same_collectives_on_every_rank(graph: fx.GraphModule, mesh: MeshSpec) -> None:
-    """Each collective's groups are all ranks cut along axes of the mesh, so that every rank takes part, in one order."""
+    """Each collective's groups are all ranks, cut along axes of the mesh: every rank takes part, in one order."""
     for node in _ops(graph):
         move = node.meta.get("move")
         if move is None or not {move.conversion.forward, move.conversion.backward} & COLLECTIVES:
@@ -179,7 +208,8 @@ def same_collectives_on_every_rank(graph: fx.GraphModule, mesh: MeshSpec) -> Non
         unknown = [axis for axis in move.axes if axis not in mesh.names]
         members = [] if unknown else sorted(rank for group in mesh.groups(*move.axes) for rank in group)
         if unknown or members != list(range(mesh.world_size)):
-            raise _broken(f"{move.conversion.name} over {move.axes} leaves ranks out", node, f"the mesh is '{mesh}'")
+            over = ", ".join(move.axes)
+            raise _broken(f"{move.conversion.name} over {over} leaves ranks out", node, f"the mesh is '{mesh}'")
 
 
 # ---- the deduction -------------------------------------------------------------------------------------------------
@@ -205,15 +235,21 @@ def ops_are_legal(graph: fx.GraphModule, mesh: MeshSpec, signature: Callable[[fx
                 )  # fmt: skip
 
 
+WRONG_GRADIENT = "an invariant operand mixed with another has the right value and a wrong gradient"
+ONE_PARTIAL = "each term of a sum needs exactly one partial operand, where the op is linear"
+
+
 def deduce(node: fx.Node, bound: Any, axis: str, given: list[Placement], grads: list[bool]) -> set[Placement]:
-    """The output placements that an op may have: one, but dims that no operand has (`arange`, `expand`) may be born cut."""
+    """The output placements that an op may have: one, but dims that no operand has (of `arange`) may be born cut."""
     kinds = {p.kind for p, grad in zip(given, grads, strict=True) if grad}
     if "I" in kinds and kinds != {"I"}:
-        raise _mix(node, given, axis, "an invariant operand mixed with another has the right value and a wrong gradient")
-    factors = {bound.operands[i][p.dim][0] if len(bound.operands[i][p.dim]) == 1 else _leading(bound, i, p, node.meta.get("taken", {}).get(axis, {}))
-               for i, p in enumerate(given) if p.kind == "S" and p.dim is not None and bound.operands[i][p.dim]}  # fmt: skip
-    if any(p.kind == "S" and (p.dim is None or not bound.operands[i][p.dim]) for i, p in enumerate(given)):
-        raise _mix(node, given, axis, "an operand is sharded along a dim that the op broadcasts")
+        raise _mix(node, given, axis, WRONG_GRADIENT)
+    factors: set[str] = set()
+    for i, placement in enumerate(given):
+        if placement.kind == "S":
+            if placement.dim is None or not bound.operands[i][placement.dim]:
+                raise _mix(node, given, axis, "an operand is sharded along a dim that the op broadcasts")
+            factors.add(_leading(bound, i, placement, node.meta.get("taken", {}).get(axis, {})))
     if len(factors) > 1:
         raise _mix(node, given, axis, "operands are sharded along dims that do not run together")
     if factors:
@@ -256,7 +292,7 @@ def _along(node: fx.Node, bound: Any, axis: str, given: list[Placement], factor:
         partials = [i for i in term if given[i].kind == "P"]
         if not sharded and not partials:
             raise _mix(node, given, axis, f"the term that is not sharded would be counted once per {axis} rank")
-        if sharded and partials or len(partials) > 1:
+        if (sharded and partials) or len(partials) > 1:
             raise _mix(node, given, axis, "a product of partial values is not the partial value of the product")
     return P()
 
@@ -267,7 +303,7 @@ def _partial(node: fx.Node, bound: Any, axis: str, given: list[Placement]) -> Pl
     for term in bound.terms:
         partials = [i for i in term if given[i].kind == "P"]
         if len(partials) != 1 or partials[0] not in bound.carriers:
-            raise _mix(node, given, axis, "each term of a sum needs exactly one partial operand, where the op is linear")
+            raise _mix(node, given, axis, ONE_PARTIAL)
     return next(p for p in given if p.kind == "P")
 
 
@@ -312,7 +348,7 @@ def _any_of(placements: set[Placement]) -> str:
 
 def _broken(what: str, node: fx.Node, why: str) -> CheckError:
     module = node.meta.get("module") or ""
-    return CheckError(what, node=f"%{node.name}   {module}", source=node.meta.get("source"), why=why)
+    return CheckError(what, node=f"%{node.name}   {module}".rstrip(), source=node.meta.get("source"), why=why)
 
 
 def _mix(node: fx.Node, given: list[Placement], axis: str, why: str) -> CheckError:

@@ -67,11 +67,12 @@ def llama(vocabulary: int = 131, layers: int = 2, heads: int = 4) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    sizes: dict[str, Any] = dict(
         vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
         attn_implementation="sdpa",
     )  # fmt: skip
+    config = LlamaConfig(**sizes)
     model = LlamaForCausalLM(config)
     assert isinstance(model, nn.Module)
     return model
