@@ -11,7 +11,8 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from ndcompile.cost import NOMINAL
-from ndcompile.program import Collective, Program
+from ndcompile.listing import Collective
+from ndcompile.program import Program
 
 OUTSIDE = "outside blocks"
 

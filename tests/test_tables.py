@@ -2,7 +2,7 @@
 
 import torch
 
-from ndcompile.program import Collective
+from ndcompile.listing import Collective
 from ndcompile.tables import amount, block_title, class_source, grouped
 
 
