@@ -91,13 +91,14 @@ def capture(
         cast_parameters(twin, torch.float64 if float64 else compute)
     named = example.named(model)
     symbols = name_dims(named, dynamic_dims)
-    exported = _export(twin, example, named, symbols, torch.float64 if float64 else None)
+    traced = dict(_fakes(named, symbols, torch.float64 if float64 else None))
+    exported = _export(twin, example, named, symbols, traced)
     graph = exported.graph_module
     names = _label_placeholders(exported, model, list(named), constants)
     _inline_regions(graph, autocast)
     if float64:
         widen_casts(graph)
-    _repropagate(graph)
+    _propagate_dtypes(graph, traced)
     _label_nodes(graph, _roles(graph, symbols))
     _make_functional(graph)
     spec = exported.call_spec.out_spec
@@ -109,12 +110,16 @@ def capture(
 def refuse_hooks(model: nn.Module) -> None:
     """Forward hooks on inner modules do not run in emitted code, so a model that has some is refused."""
     for path, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        if has_hooks(module):
             raise CompileError(
                 f"module '{path or type(model).__name__}' has a hook",
                 why="the emitted module has no inner calls that a hook could see",
                 tries=("remove the hook", "write its effect into forward"),
             )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
@@ -173,14 +178,13 @@ def _export(
     example: Inputs,
     named: Mapping[str, Any],
     symbols: Mapping[str, Mapping[int, str]],
-    widen: torch.dtype | None,
+    traced: Mapping[str, Any],
 ) -> torch.export.ExportedProgram:
-    fakes = dict(_fakes(named, symbols, widen))
     leaves, spec = pytree.tree_flatten((example.args, example.kwargs), is_leaf=lambda v: v is None)
-    queue = iter(fakes.values())
+    queue = iter(traced.values())
     args, kwargs = pytree.tree_unflatten([next(queue) for _ in leaves], spec)
     dims = {
-        name: {d: torch.export.Dim.AUTO for d in symbols[name]} if isinstance(value, Tensor) else None
+        name: dict.fromkeys(symbols[name], torch.export.Dim.AUTO) if isinstance(value, Tensor) else None
         for name, value in named.items()
     }
     rows = iter(dims.values())
@@ -192,7 +196,7 @@ def _export(
             return torch.export.export(
                 model, args, kwargs, dynamic_shapes=dict(zip(names, positional, strict=True)) | keyword, strict=False
             )
-    except Exception as error:  # noqa: BLE001 - whatever stops the tracer is an error of the model's, told as one
+    except Exception as error:  # whatever stops the tracer is an error of the model's, told as one
         raise _not_captured(model, error) from error
 
 
@@ -237,11 +241,18 @@ def _not_captured(model: nn.Module, error: Exception) -> CompileError:
     source = f"{Path(frames[-1][0]).name}:{frames[-1][1]}   {frames[-1][3].strip()}" if frames else None
     depends = any(word in text for word in ("data-dependent", "Data dependent", "Could not guard", "unbacked"))
     depends = depends or "item()" in text or "Cannot call" in text or "_local_scalar_dense" in text
+    if depends:
+        return CompileError(
+            f"{type(model).__name__} cannot be captured as one graph",
+            source=source,
+            why="its control flow depends on the values of tensors",
+            tries="torch.where instead of if on a tensor",
+        )
     return CompileError(
-        f"{type(model).__name__} cannot be captured as one graph",
+        f"{type(model).__name__} cannot be traced with the example inputs",
         source=source,
-        why="its control flow depends on the values of tensors" if depends else text.strip().splitlines()[0][:300],
-        tries="torch.where instead of if on a tensor" if depends else f"the error above: {type(error).__name__}",
+        why=f"{type(error).__name__}: {(text.strip().splitlines() or [''])[0][:300]}",
+        tries="inputs with which the model runs on one device",
     )
 
 
@@ -253,7 +264,7 @@ def _label_placeholders(
     canonical = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     owners = {name: p.requires_grad for name, p in model.named_parameters()}
     inputs = iter(names)
-    graph, merged, found = exported.graph_module.graph, {}, []
+    graph, merged, found = exported.graph_module.graph, dict[str, fx.Node](), list[str]()
     for node, spec in zip(graph.find_nodes(op="placeholder"), exported.graph_signature.input_specs, strict=True):
         kind = spec.kind.name
         if kind == "PARAMETER":
@@ -318,7 +329,7 @@ def _inline(graph: fx.GraphModule, node: fx.Node) -> None:
     settings, body_node, inputs = node.args[:at], node.args[at], node.args[at + 1 :]
     assert isinstance(body_node, fx.Node)
     body = getattr(graph, str(body_node.target))
-    dtype = None if grad_region or not settings[2] else settings[1] or torch.get_autocast_dtype(str(settings[0]))
+    dtype: Any = None if grad_region or not settings[2] else settings[1] or torch.get_autocast_dtype(str(settings[0]))
     stops = grad_region and not settings[0]
     copied: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
     with graph.graph.inserting_before(node):
@@ -357,23 +368,26 @@ def widen_casts(graph: fx.GraphModule) -> None:
             }
 
 
-def _repropagate(graph: fx.GraphModule) -> None:
-    """Compute every node's fake value anew, since casts may have changed dtypes."""
+def _propagate_dtypes(graph: fx.GraphModule, traced: Mapping[str, Any]) -> None:
+    """Set every node's `dtype` by running it on meta tensors of the traced sizes, since casts may have changed it."""
     for node in list(graph.graph.nodes):
         if "_assert_tensor_metadata" in str(node.target):
             graph.graph.erase_node(node)
     values: dict[fx.Node, Any] = {}
-    mode = next(
-        (n.meta["val"].fake_mode for n in graph.graph.nodes if hasattr(n.meta.get("val"), "fake_mode")), None
-    )
-    assert mode is not None, "a captured graph has fake values"
-    with mode, torch.no_grad():
+    with torch.no_grad():
         for node in graph.graph.nodes:
             if node.op == "placeholder":
-                values[node] = node.meta["val"]
+                given, role = node.meta["val"], node.meta["role"]
+                plain = torch.empty(given.shape, dtype=given.dtype, device="meta") if role != "input" else None
+                values[node] = traced[node.meta["name"]] if plain is None else plain
             elif node.op == "call_function":
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-                values[node] = node.meta["val"] = node.target(*args, **kwargs)
+                values[node] = node.target(*args, **kwargs)
+            value = values.get(node)
+            if isinstance(value, (list, tuple)) and value:
+                value = value[0]
+            if isinstance(value, Tensor):
+                node.meta["dtype"] = value.dtype
     graph.recompile()
 
 
@@ -407,11 +421,24 @@ def _label_nodes(graph: fx.GraphModule, roles: Mapping[sympy.Symbol, sympy.Symbo
             value = value[0]
         if isinstance(value, Tensor):
             node.meta["sizes"] = tuple(_named(size, roles) for size in value.shape)
-            node.meta["dtype"] = value.dtype
         elif isinstance(value, torch.SymInt):
             node.meta["size"] = _named(value, roles)
         node.meta["module"] = _module_path(node)
         node.meta["source"] = _source(node)
+        _refuse_unknown_sizes(node, set(roles.values()))
+
+
+def _refuse_unknown_sizes(node: fx.Node, known: set[sympy.Symbol]) -> None:
+    """A size in another symbol than the inputs' is one that values decide (`x[x > 0]`)."""
+    for size in node.meta.get("sizes", ()):
+        if not isinstance(size, int) and not size.free_symbols <= known:
+            raise CompileError(
+                f"the shape of {node.target}'s result depends on the values of tensors",
+                node=f"%{node.name}   {node.meta['module']}".rstrip(),
+                source=node.meta["source"],
+                why="the parts that ranks hold must have sizes that are known before",
+                tries="torch.where, or a mask that is multiplied in",
+            )
 
 
 def _named(size: int | torch.SymInt, roles: Mapping[sympy.Symbol, sympy.Symbol]) -> int | sympy.Expr:
@@ -462,5 +489,6 @@ def _make_functional(graph: fx.GraphModule) -> None:
                 tries="the same without in-place: y = f(x)",
             )
         node.target = overload
-        changed.replace_all_uses_with(node, delete_user_cb=lambda user: order.get(user, 1 << 30) > order[node])
+        for user in [user for user in changed.users if order.get(user, 1 << 30) > order[node]]:
+            user.replace_input_with(changed, node)
     graph.recompile()
