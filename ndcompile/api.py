@@ -118,13 +118,16 @@ def load(path: str | Path, model: nn.Module | None = None, init: str = "check") 
     Parameters are the model's; without one they are zeros, for `load_state_dict`.
     """
     bind.join_world()
-    source, manifest = load_manifest(path)
+    source, manifest = together(lambda: load_manifest(path))
     if model is not None and type(model).__name__ != manifest.model:
-        raise CompileError(f"{path} was compiled from {manifest.model}, not from {type(model).__name__}")
+        raise CompileError(
+            f"{path} was compiled from {manifest.model}, not from {type(model).__name__}",
+            tries="the model that it was compiled from, or none",
+        )
     return bind.bind_loaded(source, manifest, model, init, str(path))
 
 
 def _names(model: nn.Module) -> Names:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     numbers = config.to_dict() if hasattr(config, "to_dict") else {}
     return Names({name: type(module).__name__ for name, module in model.named_modules()}, numbers)

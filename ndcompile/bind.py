@@ -106,12 +106,13 @@ def _device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
 
 def _same_everywhere(source: str, manifest: Manifest, model: nn.Module | None, init: str) -> None:
     """All ranks have one program, and (with `init="check"`) one set of values; `"broadcast"` makes them so."""
-    digest = hashlib.sha256((source + str(manifest.to_json())).encode()).hexdigest()[:12]
+    _same_program(source, manifest)
+    without = model is None or any(p.is_meta for p in model.parameters())
     alike(
-        everyones(digest), "programs", "every rank must run the same program",
-        "the same model, mesh, options and library versions on every rank",
+        ["on the meta device" if without else "with values" for without in everyones(without)], "models",
+        "each rank gives its own copy's values", "values on every rank, or the meta device on every rank",
     )  # fmt: skip
-    if model is None or any(p.is_meta for p in model.parameters()):
+    if model is None or without:
         return
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     if init == "broadcast":
@@ -127,6 +128,27 @@ def _same_everywhere(source: str, manifest: Manifest, model: nn.Module | None, i
             "each rank shards its own copy, so all copies must be equal",
             "torch.manual_seed(0) before the model is made on every rank, or init='broadcast'",
         )  # fmt: skip
+
+
+def _same_program(source: str, manifest: Manifest) -> None:
+    """Every rank has the same text and plan; where not, the first thing that differs is shown."""
+    data = manifest.to_json()
+    digest = hashlib.sha256((source + str(data)).encode()).hexdigest()[:12]
+    if len(set(everyones(digest))) == 1:
+        return
+    layouts = [_shown(name, plan) for name, plan in manifest.parameters.items()]
+    told = [f"{manifest.model} on {manifest.mesh}", *layouts, *(f"{k} {v}" for k, v in data.items()), digest]
+    theirs = everyones(told)
+    rows = zip(*theirs, strict=False)
+    alike(
+        next((row for row in rows if len(set(row)) > 1), [len(t) for t in theirs]), "programs",
+        "every rank must run the same program", "the same model, mesh, options and library versions on every rank",
+    )  # fmt: skip
+
+
+def _shown(name: str, plan: ParameterPlan) -> str:
+    cuts = [f"dim {dim} on {', '.join(axes)}" for dim, axes in enumerate(plan.dims) if axes]
+    return f"{name} {list(plan.shape)} {plan.dtype}, {'; '.join(cuts) or 'whole'}"
 
 
 def _broadcast(tensor: Tensor) -> None:
@@ -202,7 +224,7 @@ def _fill(
     for name, buffer in buffers.items():
         owner, leaf = _container(module, name)
         owner.register_buffer(leaf, buffer, persistent=name in persistent)
-    module._held = {name: id(p) for name, p in module.named_parameters()}
+    module.hold()
 
 
 def _container(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -13,6 +13,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from ndcompile.errors import CompileError
@@ -95,6 +96,7 @@ def capture(
     exported = _export(twin, example, named, symbols, traced)
     graph = exported.graph_module
     names = _label_placeholders(exported, model, list(named), constants)
+    _refuse_sizes_from_values(graph)
     _inline_regions(graph, autocast)
     if float64:
         widen_casts(graph)
@@ -425,17 +427,17 @@ def _label_nodes(graph: fx.GraphModule, roles: Mapping[sympy.Symbol, sympy.Symbo
             node.meta["size"] = _named(value, roles)
         node.meta["module"] = _module_path(node)
         node.meta["source"] = _source(node)
-        _refuse_unknown_sizes(node, set(roles.values()))
 
 
-def _refuse_unknown_sizes(node: fx.Node, known: set[sympy.Symbol]) -> None:
-    """A size in another symbol than the inputs' is one that values decide (`x[x > 0]`)."""
-    for size in node.meta.get("sizes", ()):
-        if not isinstance(size, int) and not size.free_symbols <= known:
+def _refuse_sizes_from_values(graph: fx.GraphModule) -> None:
+    """Shapes that values decide (`x[x > 0]`)."""
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and free_unbacked_symbols(value):
             raise CompileError(
                 f"the shape of {node.target}'s result depends on the values of tensors",
-                node=f"%{node.name}   {node.meta['module']}".rstrip(),
-                source=node.meta["source"],
+                node=f"%{node.name}   {_module_path(node)}".rstrip(),
+                source=_source(node),
                 why="the parts that ranks hold must have sizes that are known before",
                 tries="torch.where, or a mask that is multiplied in",
             )

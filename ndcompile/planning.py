@@ -37,7 +37,7 @@ def examples(model: nn.Module) -> dict[str, Tensor]:
         raise CompileError(
             f"example inputs are needed to compile {type(model).__name__}",
             why=f"its forward{inspect.signature(model.forward)} does not say the inputs' shapes and dtypes",
-            tries="nd.parallelize(model, mesh, example_inputs={...}) with tensors as one call takes them; sizes mean nothing",
+            tries="example_inputs={...} with tensors as one call takes them; their sizes mean nothing",
         )
     ids = torch.zeros(2, 8, dtype=torch.long)
     return {"input_ids": ids} | ({"labels": ids.clone()} if "labels" in parameters else {})
@@ -58,9 +58,15 @@ def pins(
     """The user's pins with our placements for torch's, and known axes only."""
     found: dict[str, dict[str, Placement]] = {}
     for pattern, by_axis in (placements or {}).items():
+        if not isinstance(by_axis, Mapping):
+            raise CompileError(
+                f"the pin '{pattern}' is {by_axis!r}, which names no axis", tries=f'{{"{pattern}": {{"tp": nd.S(0)}}}}'
+            )
         for axis, given in by_axis.items():
             if axis.partition(".")[0] not in AXIS_KINDS:
-                raise CompileError(f"the pin '{pattern}' names axis '{axis}'", tries=", ".join(mesh.names))
+                raise CompileError(
+                    f"the pin '{pattern}' names axis '{axis}', which no mesh has", tries=", ".join(mesh.names) or "tp"
+                )
             if axis not in mesh.names:
                 continue
             if KINDS[mesh[axis].kind].shards_batch:
@@ -104,9 +110,11 @@ def skeleton(model: nn.Module) -> nn.Module:
 def parameters(model: nn.Module, graph: fx.GraphModule, mesh: MeshSpec) -> dict[str, Parameter]:
     """Every parameter of the model with its layout; one that the graph does not use is kept whole."""
     stored = {
-        n.meta["name"]: n.meta["stored"] for n in graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "parameter"
+        n.meta["name"]: n.meta["stored"]
+        for n in graph.graph.find_nodes(op="placeholder")
+        if n.meta["role"] == "parameter"
     }
-    whole = {axis: I for axis in mesh.names}
+    whole = dict.fromkeys(mesh.names, I)
     return {
         name: Parameter(name, tuple(p.shape), p.dtype, stored.get(name) or Layout.make(p.dim(), whole))
         for name, p in model.named_parameters()
@@ -124,9 +132,7 @@ def manifest(
 ) -> Manifest:
     """All that binding needs, as plain data."""
     first = {id(p): name for name, p in model.named_parameters()}
-    aliases = {
-        name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name
-    }
+    aliases = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name}
     named = example.named(model)
     symbols = name_dims(named, None)
     placeholders = {n.meta["name"]: n for n in captured.graph.graph.find_nodes(op="placeholder")}

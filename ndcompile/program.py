@@ -13,6 +13,7 @@ from torch import fx
 
 from ndcompile.choose import Problem
 from ndcompile.cost import NOMINAL
+from ndcompile.errors import CompileError
 from ndcompile.explain import explain
 from ndcompile.listing import Collective, collectives
 from ndcompile.mesh import MeshSpec
@@ -104,5 +105,8 @@ def parameter_plans(parameters: Mapping[str, Parameter], trainable: Mapping[str,
 def load_manifest(path: str | Path) -> tuple[str, Manifest]:
     """What `Program.save` wrote."""
     path = Path(path)
+    for file in (path, path.with_suffix(".json")):
+        if not file.is_file():
+            raise CompileError(f"there is no file {file}", tries="the path that program.save was given")
     data: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
     return path.read_text(), Manifest.from_json(data)

@@ -18,7 +18,7 @@ from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import I, Layout, Placement, R, S
 from ndcompile.rules.notation import Signature
-from ndcompile.rules.registry import operands, op_name, signature
+from ndcompile.rules.registry import op_name, operands, signature
 from ndcompile.rules.rows import Row, rows
 from ndcompile.size import Size
 
@@ -102,7 +102,11 @@ def resolve_pins(graph: fx.GraphModule, mesh: MeshSpec, pins: Pins) -> dict[str,
             for name in matches:
                 earlier = found.setdefault(axis, {}).setdefault(names[name], placement)
                 if earlier != placement:
-                    raise CompileError(f"pins contradict each other: '{name}' is {earlier} and {placement} on '{axis}'")
+                    raise CompileError(
+                        f"pins contradict each other: '{name}' is {earlier} and {placement} on axis '{axis}'",
+                        why=f"the last of the pins that match it is '{pattern}'",
+                        tries="one pin for it, or narrower wildcards",
+                    )
     return found
 
 
@@ -161,9 +165,10 @@ def _place(state: _State, axis: str, pinned: Mapping[fx.Node, Placement]) -> Pro
         chosen, _ = choose(problem)
     except Infeasible as error:
         raise CompileError(
-            f"no placement on axis '{axis}' satisfies the pins",
-            why=str(error),
-            tries="fewer pins; program.explain(name) shows what a value may have",
+            f"no program on axis '{axis}' has all pinned placements",
+            why="; ".join(f"'{_shown(node)}' is pinned {placement}" for node, placement in pinned.items())
+            or str(error),
+            tries="fewer pins: program.explain(name) shows what each costs",
         ) from error
     for node in [*state.sources(), *state.ops()]:
         _decide(state, node, axis, ranks, chosen[key_of(node)])
@@ -275,12 +280,15 @@ def _pin(problem: Problem, node: fx.Node, axis: str, placement: Placement) -> No
     whole = placement.whole
     problem.allow(key_of(node), lambda row: row.output == placement or (whole and row.output.whole))
     if not problem.rows[key_of(node)]:
-        name = node.meta.get("name") or node.meta["module"]
         raise CompileError(
-            f"'{name}' cannot be {placement} on axis '{axis}'",
+            f"'{_shown(node)}' cannot be {placement} on axis '{axis}'",
             why=f"it can be {', '.join(map(str, dict.fromkeys(options)))}",
             tries="another placement for this pin",
         )
+
+
+def _shown(node: fx.Node) -> str:
+    return str(node.meta.get("name") or node.meta["module"])
 
 
 def _decide(state: _State, node: fx.Node, axis: str, ranks: int, row: Row) -> None:

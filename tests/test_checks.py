@@ -276,7 +276,7 @@ def test_the_outer_axis_of_a_dim_moves() -> None:
     graph = graph_of("stack", "dp_shard=2, tp=2")
     gather = gather_of(graph)
     both = Layout((("dp_shard", "tp"), (), ()), ())
-    gather.args[0].meta["layout"] = both  # type: ignore[union-attr]
+    gather.all_input_nodes[0].meta["layout"] = both
     gather.meta |= dict(layout=Layout((("tp",), (), ()), (("dp_shard", R),)), move=Move(("dp_shard",), S(0), R))
     gather.args, gather.kwargs = (gather.args[0], "dp_shard"), {"dim": 0}
     assert complaint(checks.conversions_are_rows, graph, "dp_shard=2, tp=2") == (

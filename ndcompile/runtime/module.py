@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ndcompile.runtime import private
-from ndcompile.runtime.agreement import Disagreement, everyones
+from ndcompile.runtime.agreement import Disagreement, everyones, together
 from ndcompile.runtime.block import Root
 from ndcompile.runtime.manifest import Manifest
 from ndcompile.runtime.mesh import Mesh
@@ -35,17 +35,17 @@ class ParallelModule(nn.Module):
         self._mesh, self._device_mesh, self._make = mesh, device_mesh, make
         self._programs: dict[bool, tuple[Root, Manifest]] = {}
         self._compile_options: dict[str, Any] | None = None
-        self._held: dict[str, int] = {}
+        self._held: Mapping[str, object] = {}
         self._checked = False
 
     def __init_subclass__(cls) -> None:
-        cls.forward = torch.compiler.disable(cls.forward, recursive=False)  # type: ignore[assignment]
+        cls.forward = torch.compiler.disable(cls.forward, recursive=False)  # type: ignore[method-assign]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         root, manifest = self._program()
         tensors = self._prepare(manifest, args, kwargs)
         with torch.autocast(tensors[0].device.type, enabled=False):
-            results = root.forward(*tensors)  # type: ignore[attr-defined]
+            results = root.forward(*tensors)
         return self._finish(manifest, results)
 
     def compile(self, *args: Any, **options: Any) -> None:
@@ -72,28 +72,43 @@ class ParallelModule(nn.Module):
 
     @torch.compiler.disable
     def _prepare(self, manifest: Manifest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        self._refuse_changes()
-        tensors = manifest.tensors(args, kwargs)
-        _check_autocast(tensors[0].device.type, manifest.autocast)
-        if not self._checked:
+        if self._checked:
+            tensors = self._accept(manifest, args, kwargs)
+        else:
+            tensors = together(lambda: self._accept(manifest, args, kwargs))
             self._check_ranks(manifest, tensors)
             self._checked = True
-        manifest.check(tensors)
         local = [private.local(t) if private.is_distributed(t) else t for t in tensors]
         return [*local, draw_key(local[0].device)] if manifest.random else local
 
+    def _accept(self, manifest: Manifest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensor inputs of a call. Raises ValueError where this rank alone can tell that it does not fit."""
+        self._refuse_changes()
+        tensors = manifest.tensors(args, kwargs)
+        _check_autocast(tensors[0].device.type, manifest.autocast)
+        manifest.check(tensors)
+        return tensors
+
+    def hold(self) -> None:
+        """Take the present parameters and buffers for those that the program is bound to."""
+        self._held = self._present()
+
+    def _present(self) -> Mapping[str, object]:
+        parameters = {f"parameter '{name}'": (id(p), p.dtype) for name, p in self.named_parameters()}
+        return parameters | {f"buffer '{name}'": (id(b), b.dtype) for name, b in self.named_buffers()}
+
     def _refuse_changes(self) -> None:
-        held = {name: id(p) for name, p in self.named_parameters()}
+        held = self._present()
         if held != self._held:
             changed = sorted(n for n in held.keys() | self._held.keys() if held.get(n) != self._held.get(n))
             raise CallError(
-                f"parameter '{changed[0]}' was replaced after the model was compiled\n"
-                f"  why  the program uses the parameter that it was bound to\n"
-                f"  try  parameter.copy_(…) under torch.no_grad(), or load_state_dict"
+                f"{changed[-1]} was replaced after the model was compiled\n"
+                f"  why  the program uses the tensors that it was bound to\n"
+                f"  try  copy_(…) under torch.no_grad(), load_state_dict, or the change before nd.parallelize"
             )
         for path, module in self.named_modules():
-            hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-            if path and hooks:
+            forward, backward = module._forward_hooks or module._forward_pre_hooks, module._backward_hooks
+            if path and (forward or backward or module._backward_pre_hooks):
                 raise CallError(
                     f"module '{path}' has a hook\n"
                     f"  why  the emitted module makes no inner calls that a hook could see\n"

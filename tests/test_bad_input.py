@@ -1,0 +1,508 @@
+"""Bad input: the whole message, a ValueError, the same on every rank, without a hang, and the model left untouched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ndcompile as nd
+from ndcompile.demo.model import ByteGPT
+from tests import ranks
+from tests.models import Mlp, Stack, seeded, tokens
+
+X = torch.ones(4, 12)
+
+
+def lines(*texts: str) -> str:
+    return "\n".join(texts)
+
+
+# ---- what compile refuses, without any process group ---------------------------------------------------------------
+
+
+class Untouched:
+    """Remembers a model; `check` says that nothing of it has changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.state = {name: (id(p), p.clone()) for name, p in model.state_dict(keep_vars=True).items()}
+        self.modules = {name: (id(m), set(vars(m)), m.training) for name, m in model.named_modules()}
+
+    def check(self) -> None:
+        now = self.model.state_dict(keep_vars=True)
+        assert {n: id(p) for n, p in now.items()} == {n: i for n, (i, _) in self.state.items()}
+        assert all(torch.equal(now[name], value) for name, (_, value) in self.state.items())
+        assert {n: (id(m), set(vars(m)), m.training) for n, m in self.model.named_modules()} == self.modules
+
+
+def refusal(model: nn.Module, mesh: Any, inputs: Any = X, **options: Any) -> str:
+    before = Untouched(model)
+    with pytest.raises(ValueError) as caught:
+        nd.compile(model, mesh, inputs, **options)
+    before.check()
+    return str(caught.value)
+
+
+WHOLE_NUMBER = "  try  a whole number of ranks, at least 1, or -1 for the rest"
+MESHES: dict[str, tuple[Any, str]] = {
+    "unknown": ("pp=2", lines("unknown axis 'pp' in mesh 'pp=2'", "  try  dp_replicate, dp_shard, tp")),
+    "misspelt": ("tpp=2", lines("unknown axis 'tpp' in mesh 'tpp=2'", "  try  'tp'")),
+    "repeated": ("tp=2, tp=2", lines("axis 'tp' is given twice in mesh 'tp=2, tp=2'", "  try  one size for each axis")),
+    "zero": ("tp=0", lines("axis 'tp' has size 0 in mesh 'tp=0'", WHOLE_NUMBER)),
+    "negative": ("tp=-2", lines("axis 'tp' has size -2 in mesh 'tp=-2'", WHOLE_NUMBER)),
+    "a fraction": ({"tp": 2.5}, lines("axis 'tp' has size 2.5 in mesh '{'tp': 2.5}'", WHOLE_NUMBER)),
+    "a word": ("tp=two", lines("axis 'tp' has size 'two' in mesh 'tp=two'", WHOLE_NUMBER)),
+    "two rests": (
+        "dp_shard=-1, tp=-1",
+        lines("-1 stands twice in mesh 'dp_shard=-1, tp=-1'", "  try  -1 for one axis only: it takes the rest"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_mesh_that_cannot_be_meant(name: str) -> None:
+    mesh, expected = MESHES[name]
+    assert refusal(Mlp(), mesh) == expected
+
+
+def test_a_mesh_of_another_product_than_the_world() -> None:
+    assert refusal(Mlp(), "dp_shard=2, tp=2", world_size=8) == lines(
+        "mesh 'dp_shard=2, tp=2' has 4 ranks, but the world has 8",
+        "  why  every rank must have one place on the mesh",
+        "  try  sizes whose product is 8; one of them may be -1 (the rest)",
+    )
+
+
+def test_heads_that_do_not_divide() -> None:
+    ids = {"ids": torch.ones(4, 8, dtype=torch.long)}
+    assert refusal(ByteGPT(width=36, depth=2, heads=6, context=8), "tp=4", ids) == lines(
+        "6 attention heads do not divide over 4 ranks of axis 'tp'",
+        "  node    %scaled_dot_product_attention   blocks.0.attention",
+        "  source  model.py:24   y = F.scaled_dot_product_attention(q, k, v, is_causal=True)",
+        "  why     every rank would repeat the whole attention",
+        "  try     tp = 2, 3, 6",
+    )
+
+
+class Linear(nn.Module):
+    """A layer, for models that do something with its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+
+class Branches(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if y.sum() > 0:
+            return y
+        return -y
+
+
+class Picks(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y[y > 0]
+
+
+class Sorts(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).logcumsumexp(1)
+
+
+def line_of(code: str) -> str:
+    """`file:number   code` of a line of this file."""
+    number = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.strip() == code)
+    return f"test_bad_input.py:{number}   {code}"
+
+
+def test_control_flow_on_values() -> None:
+    assert refusal(Branches(), "tp=2") == lines(
+        "Branches cannot be captured as one graph",
+        f"  source  {line_of('if y.sum() > 0:')}",
+        "  why     its control flow depends on the values of tensors",
+        "  try     torch.where instead of if on a tensor",
+    )
+
+
+def test_a_shape_that_depends_on_values() -> None:
+    assert refusal(Picks(), "tp=2") == lines(
+        "the shape of aten.index.Tensor's result depends on the values of tensors",
+        "  node    %index",
+        f"  source  {line_of('return y[y > 0]')}",
+        "  why     the parts that ranks hold must have sizes that are known before",
+        "  try     torch.where, or a mask that is multiplied in",
+    )
+
+
+def test_an_op_without_a_rule() -> None:
+    assert refusal(Sorts(), "tp=2") == lines(
+        "no rule for aten.logcumsumexp.default",
+        "  node    %logcumsumexp = aten.logcumsumexp.default",
+        f"  source  {line_of('return self.layer(x).logcumsumexp(1)')}",
+        "  why     without one the compiler cannot know which of its dims may be sharded",
+        '  try     nd.register_rule("aten.logcumsumexp.default", "… -> …")',
+        "  try     write it with ops that have a rule",
+    )
+
+
+def test_inputs_that_the_model_does_not_take() -> None:
+    assert refusal(Mlp(), "tp=2", {"y": X}) == lines(
+        "the example inputs do not fit Mlp.forward: missing a required argument: 'x'",
+        "  try     example_inputs for forward(x: 'Tensor') -> 'Tensor'",
+    )
+    assert refusal(Mlp(), "tp=2", torch.ones(4, 13)) == lines(
+        "Mlp cannot be traced with the example inputs",
+        "  source  models.py:21   return self.down(F.gelu(self.up(x)))",
+        "  why     RuntimeError: a and b must have same reduction dim, but got [s77, 13] X [12, 20].",
+        "  try     inputs with which the model runs on one device",
+    )
+
+
+def test_example_inputs_are_needed_where_no_config_says_them() -> None:
+    assert refusal(Mlp(), "tp=2", None) == lines(
+        "example inputs are needed to compile Mlp",
+        "  why     its forward(x: 'Tensor') -> 'Tensor' does not say the inputs' shapes and dtypes",
+        "  try     example_inputs={...} with tensors as one call takes them; their sizes mean nothing",
+    )
+
+
+PINS: dict[str, tuple[Mapping[str, Any], str]] = {
+    "matches nothing": (
+        {"up.wieght": {"tp": nd.R}},
+        lines(
+            "the pin 'up.wieght' matches no parameter and no module",
+            "  try     'up.weight'",
+            "  try     'down.weight'",
+        ),
+    ),
+    "contradicts": (
+        {"up.weight": {"tp": nd.S(0)}, "*.weight": {"tp": nd.R}},
+        lines(
+            "pins contradict each other: 'up.weight' is S(0) and R on axis 'tp'",
+            "  why     the last of the pins that match it is '*.weight'",
+            "  try     one pin for it, or narrower wildcards",
+        ),
+    ),
+    "is impossible": (
+        {"up.weight": {"tp": nd.S(5)}},
+        lines(
+            "'up.weight' cannot be S(5) on axis 'tp'",
+            "  why     it can be I, S(0), S(1)",
+            "  try     another placement for this pin",
+        ),
+    ),
+    "is impossible with another": (
+        {"up.weight": {"tp": nd.S(1)}, "up": {"tp": nd.S(1)}},
+        lines(
+            "no program on axis 'tp' has all pinned placements",
+            "  why     'up.weight' is pinned S(1); 'up' is pinned S(1)",
+            "  try     fewer pins: program.explain(name) shows what each costs",
+        ),
+    ),
+    "is on a data axis": (
+        {"up.weight": {"dp_shard": nd.S(0)}},
+        lines(
+            "the pin 'up.weight' is on data axis 'dp_shard'",
+            "  why     data axes are forced: inputs are sharded on the batch, parameters whole where they are used",
+            "  try     a pin on tp",
+        ),
+    ),
+    "is on no axis": (
+        {"up.weight": {"sideways": nd.S(0)}},
+        lines("the pin 'up.weight' names axis 'sideways', which no mesh has", "  try     dp_shard, tp"),
+    ),
+    "names no axis": (
+        {"up.weight": nd.S(0)},
+        lines("the pin 'up.weight' is S(0), which names no axis", '  try     {"up.weight": {"tp": nd.S(0)}}'),
+    ),
+    "is no placement": (
+        {"up.weight": {"tp": "shard"}},
+        lines("the pin 'up.weight' has 'shard' for a placement", "  try     nd.S(0)", "  try     nd.R"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PINS)
+def test_a_pin_that(name: str) -> None:
+    pins, expected = PINS[name]
+    assert refusal(Mlp(), "dp_shard=2, tp=2", placements=pins) == expected
+
+
+def test_a_pin_on_an_axis_that_the_mesh_has_at_size_one_changes_nothing() -> None:
+    pinned = nd.compile(Mlp(), "dp_shard=2", X, placements={"up.weight": {"tp": nd.S(0)}})
+    assert str(pinned) == str(nd.compile(Mlp(), "dp_shard=2", X))
+
+
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "forward": lambda module: module.register_forward_hook(print),
+    "forward pre": lambda module: module.register_forward_pre_hook(print),
+    "backward": lambda module: module.register_full_backward_hook(print),
+    "backward pre": lambda module: module.register_full_backward_pre_hook(print),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_that_is_there_before(kind: str) -> None:
+    model = Mlp()
+    HOOKS[kind](model.up)
+    assert refusal(model, "tp=2") == lines(
+        "module 'up' has a hook",
+        "  why     the emitted module has no inner calls that a hook could see",
+        "  try     remove the hook",
+        "  try     write its effect into forward",
+    )
+
+
+def test_an_option_that_is_none() -> None:
+    expected = lines("outputs='gathered' is no option", "  try     'sharded' or 'local'")
+    assert refusal(Mlp(), "tp=2", outputs="gathered") == expected
+
+
+def test_parallelize_outside_torchrun_says_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    expected = lines(
+        "there is no process group, and this process was not started by torchrun",
+        "  why     a parallel model needs one process a rank",
+        "  try     torchrun --nproc-per-node 2 your_script.py",
+        "  try     nd.compile(model, mesh, …) to see the program without running it",
+    )
+    for call in (lambda: nd.parallelize(Mlp(), "tp=2", X), lambda: nd.load("program.py")):
+        with pytest.raises(nd.CompileError) as caught:
+            call()
+        assert str(caught.value) == expected
+
+
+# ---- what ranks refuse together ------------------------------------------------------------------------------------
+
+
+def parallel_mlp(mesh: str = "tp=2", **options: Any) -> nd.ParallelModule:
+    return nd.parallelize(seeded(Mlp), mesh, X, **options)
+
+
+def wrong_world(rank: int) -> None:
+    parallel_mlp("dp_shard=2, tp=2")
+
+
+def odd_sequence(rank: int) -> None:
+    pins = {f"layers.{i}": {"tp": nd.S(1)} for i in (0, 1)}
+    nd.parallelize(seeded(Stack), "tp=2", tokens(), placements=pins)(**tokens(length=7))
+
+
+def unequal_batches(rank: int) -> None:
+    parallel_mlp("dp_shard=2")(torch.ones(4 - rank, 12))
+
+
+def unequal_inputs(rank: int) -> None:
+    parallel_mlp()(X + rank)
+
+
+def unequal_meshes(rank: int) -> None:
+    parallel_mlp("tp=2" if rank else "dp_shard=2")
+
+
+def unequal_pins(rank: int) -> None:
+    parallel_mlp(placements={"up.weight": {"tp": nd.S(rank)}})
+
+
+def unequal_weights(rank: int) -> None:
+    model = Mlp()
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.0)
+    nn.init.constant_(model.down.weight, float(rank))
+    nd.parallelize(model, "tp=2", X)
+
+
+def meta_on_one_rank(rank: int) -> None:
+    with torch.device("meta" if rank else "cpu"):
+        model = Mlp()
+    nd.parallelize(model, "tp=2", X, init="broadcast")
+
+
+def compile_error_on_one_rank(rank: int) -> None:
+    nd.parallelize(seeded(Mlp), "tp=2", X, placements={"up.weight": {"tp": nd.S(5)}} if rank else None)
+
+
+def missing_input_on_one_rank(rank: int) -> None:
+    model = parallel_mlp()
+    model(X) if rank else model()
+
+
+def another_dtype(rank: int) -> None:
+    parallel_mlp()(X.double())
+
+
+def another_shape(rank: int) -> None:
+    parallel_mlp()(torch.ones(4, 13))
+
+
+def another_argument(rank: int) -> None:
+    parallel_mlp()(X, 3)
+
+
+def replaced_parameter(rank: int) -> None:
+    model = parallel_mlp()
+    model(X)
+    model.up.weight = nn.Parameter(torch.ones(20, 12))
+    model(X)
+
+
+def added_parameter(rank: int) -> None:
+    model = parallel_mlp()
+    model.up.extra = nn.Parameter(torch.ones(1))
+    model(X)
+
+
+def cast_parameters(rank: int) -> None:
+    parallel_mlp().to(torch.bfloat16)(X.bfloat16())
+
+
+def hook_added(rank: int) -> None:
+    model = parallel_mlp()
+    model(X)
+    model.up.register_forward_hook(print)
+    model(X)
+
+
+def unknown_init(rank: int) -> None:
+    parallel_mlp(init="random")
+
+
+def missing_file(rank: int) -> None:
+    nd.load("nowhere.py")
+
+
+SAME_PROGRAM = (
+    "  why  every rank must run the same program",
+    "  try  the same model, mesh, options and library versions on every rank",
+)
+REPLACED = (
+    "  why  the program uses the tensors that it was bound to",
+    "  try  copy_(…) under torch.no_grad(), load_state_dict, or the change before nd.parallelize",
+)
+ON_RANKS: dict[Callable[[int], None], str | list[str]] = {
+    wrong_world: lines(
+        "mesh 'dp_shard=2, tp=2' has 4 ranks, but the world has 2",
+        "  why  every rank must have one place on the mesh",
+        "  try  sizes whose product is 2; one of them may be -1 (the rest)",
+    ),
+    odd_sequence: lines(
+        "input 'ids' has size 7 at dim 1, which does not divide by axis 'tp' of 2 ranks",
+        "  why  its parts must be equal",
+        "  try  size 6 or 8",
+    ),
+    unequal_batches: lines(
+        "input 'x' is [3, 12] on rank 1 and [4, 12] on rank 0",
+        "  why  every data-parallel rank must have a batch of the same size",
+        "  try  drop_last=True, or pad the last batch",
+    ),
+    unequal_inputs: lines(
+        "input 'x' differs between ranks 0 and 1, which share one data-parallel batch",
+        "  why  ranks that differ only in tp work on the same samples",
+        "  try  seed the loader by the data-parallel index, not by the rank",
+    ),
+    unequal_meshes: lines(
+        "programs differ between ranks 0 and 1",
+        "  rank 0   Mlp on dp_shard=2",
+        "  rank 1   Mlp on tp=2",
+        *SAME_PROGRAM,
+    ),
+    unequal_pins: lines(
+        "programs differ between ranks 0 and 1",
+        "  rank 0   up.weight [20, 12] torch.float32, dim 0 on tp",
+        "  rank 1   up.weight [20, 12] torch.float32, dim 1 on tp",
+        *SAME_PROGRAM,
+    ),
+    unequal_weights: lines(
+        "the values of 'down.weight' differ between ranks 0 and 1",
+        "  rank 0   …",
+        "  rank 1   …",
+        "  why  each rank shards its own copy, so all copies must be equal",
+        "  try  torch.manual_seed(0) before the model is made on every rank, or init='broadcast'",
+    ),
+    meta_on_one_rank: lines(
+        "models differ between ranks 0 and 1",
+        "  rank 0   with values",
+        "  rank 1   on the meta device",
+        "  why  each rank gives its own copy's values",
+        "  try  values on every rank, or the meta device on every rank",
+    ),
+    compile_error_on_one_rank: [
+        lines(
+            "rank 1 failed: 'up.weight' cannot be S(5) on axis 'tp'",
+            "  why     it can be I, S(0), S(1)",
+            "  try     another placement for this pin",
+        ),
+        lines(
+            "'up.weight' cannot be S(5) on axis 'tp'",
+            "  why     it can be I, S(0), S(1)",
+            "  try     another placement for this pin",
+        ),
+    ],
+    missing_input_on_one_rank: [
+        "Mlp.forward: missing a required argument: 'x'",
+        "rank 0 failed: Mlp.forward: missing a required argument: 'x'",
+    ],
+    another_dtype: "input 'x' is torch.float64 of 2 dims, the model was compiled for torch.float32 of 2",
+    another_shape: "input 'x' has size 13 at dim 1, the model takes 12",
+    another_argument: "Mlp.forward: too many positional arguments",
+    replaced_parameter: lines("parameter 'up.weight' was replaced after the model was compiled", *REPLACED),
+    added_parameter: lines("parameter 'up.extra' was replaced after the model was compiled", *REPLACED),
+    cast_parameters: lines("parameter 'up.weight' was replaced after the model was compiled", *REPLACED),
+    hook_added: lines(
+        "module 'up' has a hook",
+        "  why  the emitted module makes no inner calls that a hook could see",
+        "  try  a hook on the whole model, or write its effect into the model before it is compiled",
+    ),
+    unknown_init: lines("init='random' is no option", "  try     'check' or 'broadcast'"),
+    missing_file: lines("there is no file nowhere.py", "  try     the path that program.save was given"),
+}
+
+
+def refusals_of_this_rank() -> dict[str, str]:
+    found = {}
+    for case in ON_RANKS:
+        try:
+            case(dist.get_rank())
+            found[case.__name__] = "no error"
+        except ValueError as error:
+            found[case.__name__] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def refusals() -> list[dict[str, str]]:
+    return ranks.run(2, refusals_of_this_rank, timeout=60)
+
+
+@pytest.mark.parametrize("case", ON_RANKS, ids=lambda case: case.__name__)
+def test_all_ranks_refuse(case: Callable[[int], None], refusals: list[dict[str, str]]) -> None:
+    expected = ON_RANKS[case]
+    wanted = [expected] * 2 if isinstance(expected, str) else expected
+    assert [re.sub(r"\b[0-9a-f]{12}\b", "…", theirs[case.__name__]) for theirs in refusals] == wanted
+
+
+def untouched_by_parallelize() -> None:
+    for init in ("check", "broadcast"):
+        model = seeded(Stack)
+        before = Untouched(model)
+        parallel = nd.parallelize(model, "tp=2", tokens(), init=init)
+        parallel(**tokens())["loss"].backward()
+        before.check()
+        assert all(p.grad is None for p in model.parameters())
+        refused = Untouched(model)
+        with pytest.raises(ValueError):
+            nd.parallelize(model, "tp=2", tokens(), placements={"nothing": {"tp": nd.R}})
+        refused.check()
+
+
+def test_parallelize_leaves_the_model_untouched() -> None:
+    ranks.run(2, untouched_by_parallelize)
