@@ -14,6 +14,12 @@ def matmul(call: Call) -> Signature:
     return line(f"({left})({right}) -> {out}")(call)
 
 
+def addmm(call: Call) -> Signature:
+    """The bias has any rank, and its dims are the last ones of the output."""
+    bias = " ".join(("m", "n")[2 - len(call.operands[0]) :])
+    return line(f"({bias}) + (m k)(k n) -> m n")(call)
+
+
 def reduction(linear: bool) -> Rule:
     """Over `dim` (or all dims): a linear one makes a sharded dim partial, another needs it whole."""
 
@@ -37,7 +43,7 @@ RULES: dict[str, Rule] = {
     "aten.mm.default": line("(m k)(k n) -> m n"),
     "aten.bmm.default": line("(b m k)(b k n) -> b m n"),
     "aten.matmul.default": matmul,
-    "aten.addmm.default": line("* + (m k)(k n) -> m n"),
+    "aten.addmm.default": addmm,
     "aten.linear.default": line("(* k)(n k) -> * n", "(* k)(n k) + n -> * n"),
     "aten.sum.default": reduction(linear=True),
     "aten.sum.dim_IntList": reduction(linear=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ndcompile.rules.notation import Call, Rule, Signature, line
+from ndcompile.rules.notation import Call, Rule, RuleError, Signature, line
 from ndcompile.rules.views import along
 from ndcompile.size import ONE
 
@@ -17,11 +17,28 @@ def normalised(call: Call) -> Signature:
 def lookup(call: Call) -> Signature:
     """`index(x, [i, j, …])` with integer tensors: the looked-up dims are whole, the indices' dims broadcast."""
     source, *indices = call.operands
+    given = [index is not None for index in call.arguments["indices"]] + [False] * len(source)
     rank = max(len(shape) for shape in indices)
     names = [f"i{d}" for d in range(rank)]
-    table = [f"t{d}!" for d in range(len(indices))] + [f"r{d}" for d in range(len(source) - len(indices))]
+    table = [f"t{d}!" if given[d] else f"r{d}" for d in range(len(source))]
+    kept = [name for name in table if not name.endswith("!")]
+    at = given.index(True) if _together(given) else 0
     listed = [" ".join(names[rank - len(shape) :]) for shape in indices]
-    return line(f"f({' '.join(table)}, {', '.join(listed)}) -> {' '.join(names + table[len(indices):])}")(call)
+    return line(f"f({' '.join(table)}, {', '.join(listed)}) -> {' '.join([*kept[:at], *names, *kept[at:]])}")(call)
+
+
+def _together(given: list[bool]) -> bool:
+    """Whether the looked-up dims are neighbours: then the indices' dims take their place, else they lead."""
+    first, count = given.index(True), given.count(True)
+    return all(given[first : first + count])
+
+
+def embedding(call: Call) -> Signature:
+    """A sharded table is looked up with a mask; what depends on how often an id occurs cannot be sharded."""
+    for option in ("scale_grad_by_freq", "sparse"):
+        if call.arguments.get(option):
+            raise RuleError(f"embedding with {option}=True has no rule: its gradient depends on the ids of all ranks")
+    return line("(v? h)(*) -> * h")(call)
 
 
 def factory(call: Call) -> Signature:
@@ -39,7 +56,7 @@ RULES: dict[str, Rule] = {
     "aten.softmax.int": along(default=-1, linear=False),
     "aten._softmax.default": along(default=-1, linear=False),
     "aten.log_softmax.int": along(default=-1, linear=False),
-    "aten.embedding.default": line("(v? h)(*) -> * h"),
+    "aten.embedding.default": embedding,
     "aten.index.Tensor": lookup,
     "aten.scaled_dot_product_attention.default": line(
         "f(* s! d!, * t! d!, * t! e!) -> * s! e!",

@@ -75,6 +75,12 @@ def line(*texts: str) -> Rule:
     return rule
 
 
+def tokens(text: str) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    """The tokens of each operand and of the output, as they are written."""
+    pattern = _parse(text)
+    return pattern.operands, pattern.output
+
+
 @dataclass(frozen=True)
 class _Pattern:
     text: str
@@ -88,8 +94,9 @@ class _Pattern:
         sizes: dict[str, Size] = {}
         shaped = [*zip(self.operands, call.operands, strict=True), (self.output, call.output)]
         dims = [_bind(tokens, shape, stars, sizes, self.text) for tokens, shape in reversed(shaped)][::-1]
-        marks = {mark: frozenset(_marked(self.operands + (self.output,), mark)) for mark in "!?~"}
-        return Signature(tuple(dims[:-1]), dims[-1], sizes, self.terms, self.carriers, marks["!"], marks["?"], marks["~"])
+        marks = {mark: frozenset(_marked((*self.operands, self.output), mark)) for mark in "!?~"}
+        given = tuple(dims[:-1])
+        return Signature(given, dims[-1], sizes, self.terms, self.carriers, marks["!"], marks["?"], marks["~"])
 
     def _star_length(self, call: Call) -> int:
         lengths = [

@@ -20,6 +20,15 @@ def where(call: Call) -> Signature:
     return Signature(bound.operands, bound.output, bound.sizes, ((0, 1), (0, 2)), frozenset({1, 2}))
 
 
+def cast_like(call: Call) -> Signature:
+    """The second operand lends its dtype alone: sharded with the first where their shapes agree, else whole."""
+    first, second = call.operands
+    if first == second:
+        return BINARY(call)
+    lent = " ".join(f"w{d}!" for d in range(len(second)))
+    return line(f"f(*, {lent}) -> *")(call)
+
+
 def _named(rule: Rule, names: str) -> dict[str, Rule]:
     return {f"aten.{name}": rule for name in names.split()}
 
@@ -37,14 +46,17 @@ RULES: dict[str, Rule] = {
         "pow.Tensor_Scalar pow.Scalar square.default clamp.default clamp_min.default clamp_max.default "
         "logical_not.default bitwise_not.default isnan.default isinf.default "
         "eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar log1p.default expm1.default floor.default "
-        "to.dtype to.device to.dtype_layout to.other _to_copy.default type_as.default",
+        "to.dtype to.device to.dtype_layout _to_copy.default",
     ),
     **_named(
         BINARY,
         "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and.default logical_or.default "
         "bitwise_and.Tensor bitwise_or.Tensor __and__.Tensor __or__.Tensor maximum.default minimum.default "
-        "pow.Tensor_Tensor floor_divide.default remainder.Scalar remainder.Tensor masked_fill.Scalar masked_fill.Tensor",
+        "pow.Tensor_Tensor floor_divide.default remainder.Scalar remainder.Tensor masked_fill.Scalar",
     ),
+    "aten.to.other": cast_like,
+    "aten.type_as.default": cast_like,
+    "aten.masked_fill.Tensor": line("f(*, *, ) -> *"),
     "aten.where.self": where,
     "aten.where.ScalarOther": where,
     "aten.where.ScalarSelf": where,

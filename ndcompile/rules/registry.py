@@ -74,7 +74,7 @@ def signature(node: fx.Node) -> Signature:
 
 
 def register_rule(op: Any, text: str) -> None:
-    """Teach the compiler an op: `nd.register_rule(torch.ops.mylib.scale.default, "(* n)(n) -> * n")`.
+    """Teach the compiler an op: `nd.register_rule(torch.ops.mylib.scale.default, "(* n)(n) -> * n")`, or by its name.
 
     The rule is tried on random tensors, each of its rows split against whole, forward and gradient, before it is taken;
     `RuleError` says what differed.
@@ -82,8 +82,19 @@ def register_rule(op: Any, text: str) -> None:
     from ndcompile.rules.probe import probe
 
     rule = line(text)
+    op = _op(op) if isinstance(op, str) else op
     probe(op, text)
     RULES[op_name(op)] = rule
+
+
+def _op(name: str) -> Any:
+    """`mylib.scale.default` (or `mylib.scale`) as the op that it names."""
+    parts = name.split(".")
+    try:
+        namespace, base, overload = (*parts, "default")[:3]
+        return getattr(getattr(getattr(torch.ops, namespace), base), overload)
+    except (AttributeError, ValueError) as error:
+        raise RuleError(f"there is no op '{name}': a name is namespace.op.overload") from error
 
 
 def describe(node: fx.Node) -> str:

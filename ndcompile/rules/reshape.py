@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 from ndcompile.rules.notation import Call, Dims, Signature
-from ndcompile.size import ONE, Shape, Size
+from ndcompile.size import ONE, Shape, Size, product
 
 
 def reshape(call: Call) -> Signature:
@@ -27,25 +29,42 @@ def cut(source: Shape, target: Shape, sizes: dict[str, Size], whole: set[str]) -
     """
     left: list[list[str]] = [[] for _ in source]
     right: list[list[str]] = [[] for _ in target]
-    i = j = 0
-    rest_i, rest_j = (source[0] if source else ONE), (target[0] if target else ONE)
-    while i < len(source) and j < len(target):
-        if rest_i == ONE or rest_j == ONE:
-            if rest_i == ONE:
-                i += 1
-                rest_i = source[i] if i < len(source) else ONE
-            else:
-                j += 1
-                rest_j = target[j] if j < len(target) else ONE
+    a, b = list(source), list(target)  # what is left to cut of each dim
+    while (i := _first(a)) < len(a) and (j := _first(b)) < len(b):
+        common = a[i].gcd(b[j])
+        if common == ONE:
+            end_a, end_b = _closed(a, b, i, j)
+            _keep_whole(left, a, end_a, sizes, whole)
+            _keep_whole(right, b, end_b, sizes, whole)
             continue
-        common = rest_i.gcd(rest_j)
         factor = f"f{len(sizes)}"
+        sizes[factor] = common
         left[i].append(factor)
         right[j].append(factor)
-        if common == ONE:
-            sizes[factor] = Size(1, (f"{rest_i}|{rest_j}",))
-            whole.add(factor)
-            break  # the rest of both shapes has no factor in common at this place
-        sizes[factor] = common
-        rest_i, rest_j = rest_i // common, rest_j // common
+        a[i], b[j] = a[i] // common, b[j] // common
+    _keep_whole(left, a, len(a), sizes, whole)
+    _keep_whole(right, b, len(b), sizes, whole)
     return tuple(map(tuple, left)), tuple(map(tuple, right))
+
+
+def _first(rest: list[Size]) -> int:
+    """The first dim that is not cut to its end."""
+    return next((i for i, size in enumerate(rest) if size != ONE), len(rest))
+
+
+def _closed(a: list[Size], b: list[Size], i: int, j: int) -> tuple[int, int]:
+    """The ends of the shortest stretches from `i` and `j` that have equal products: there both shapes start anew."""
+    for end_a, end_b in itertools.product(range(i + 1, len(a) + 1), range(j + 1, len(b) + 1)):
+        if product(tuple(a[i:end_a])) == product(tuple(b[j:end_b])):
+            return end_a, end_b
+    return len(a), len(b)
+
+
+def _keep_whole(dims: list[list[str]], rest: list[Size], end: int, sizes: dict[str, Size], whole: set[str]) -> None:
+    """What is left of the dims before `end` has no factor in common with the other shape."""
+    for dim in range(end):
+        if rest[dim] != ONE:
+            factor = f"f{len(sizes)}"
+            dims[dim].append(factor)
+            sizes[factor], rest[dim] = rest[dim], ONE
+            whole.add(factor)

@@ -61,7 +61,8 @@ def _divides(
     if size.coefficient % (left * ranks) == 0:
         return True
     alone = all(factor not in dim or len(dim) == 1 for dims in (*signature.operands, signature.output) for dim in dims)
-    return alone and left == 1 and size.constant and size.coefficient > ranks
+    step = -(-size.coefficient // ranks)
+    return alone and left == 1 and size.constant and size.coefficient > step * (ranks - 1)
 
 
 def leads(dims: Dims, factor: str, sizes: Mapping[str, Size], taken: Mapping[str, int]) -> int | None:
@@ -99,4 +100,7 @@ def _partial(signature: Signature, flows: Sequence[bool]) -> list[Row]:
     if signature.terms is None:
         return []
     choices = [[i for i in term if i in signature.carriers and flows[i]] for term in signature.terms]
-    return [Row(tuple(P() if i in carried else R for i in range(len(flows))), P()) for carried in itertools.product(*choices)]
+    return [
+        Row(tuple(P() if i in carried else R for i in range(len(flows))), P())
+        for carried in itertools.product(*choices)
+    ]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ndcompile.rules.notation import Call, Dims, Rule, Signature, line
 from ndcompile.rules.reshape import reshape
 from ndcompile.size import ONE, Shape, Size
-
-LINEAR = dict(terms=((0,),), carriers=frozenset({0}))
 
 
 def _names(shape: Shape) -> tuple[list[str], dict[str, Size]]:
@@ -36,6 +34,17 @@ def _transposed(call: Call) -> list[int]:
     return order
 
 
+def _moved(call: Call) -> list[int]:
+    rank = len(call.output)
+    source, target = (_listed(call.arguments[name], rank) for name in ("source", "destination"))
+    rest = iter(d for d in range(rank) if d not in source)
+    return [source[target.index(d)] if d in target else next(rest) for d in range(rank)]
+
+
+def _listed(dims: int | Sequence[int], rank: int) -> list[int]:
+    return [d % rank for d in ([dims] if isinstance(dims, int) else dims)]
+
+
 def expand(call: Call) -> Signature:
     """A dim of size 1 that becomes larger is a new factor; so is a new leading dim."""
     source, target = call.operands[0], call.output
@@ -45,8 +54,21 @@ def expand(call: Call) -> Signature:
     return Signature((given,), _dims(names, sizes), sizes, ((0,),), frozenset({0}))
 
 
+def expand_as(call: Call) -> Signature:
+    """The second operand lends its shape alone: it is sharded as the output is, and no term has it."""
+    bound = expand(call)
+    return Signature((*bound.operands, bound.output), bound.output, bound.sizes, bound.terms, bound.carriers)
+
+
+def flip(call: Call) -> Signature:
+    """The flipped dims are whole."""
+    names, sizes = _names(call.operands[0])
+    dims = _dims(names, sizes)
+    return Signature((dims,), dims, sizes, ((0,),), frozenset({0}), frozenset(names[d] for d in call.arguments["dims"]))
+
+
 def along(argument: str = "dim", default: int = 0, linear: bool = True) -> Rule:
-    """Ops that act along one dim (`cat`, `slice`, `split`, `cumsum`, `softmax`, …): that dim is whole, all others free."""
+    """Ops that act along one dim (`cat`, `slice`, `cumsum`, `softmax`, …): that dim is whole, all others free."""
 
     def rule(call: Call) -> Signature:
         dim = call.arguments.get(argument, default)
@@ -76,7 +98,8 @@ def select(call: Call) -> Signature:
     names, sizes = _names(call.operands[0])
     dim = call.arguments["dim"] % len(names)
     kept = [name for i, name in enumerate(names) if i != dim]
-    return Signature((_dims(names, sizes),), _dims(kept, sizes), sizes, ((0,),), frozenset({0}), frozenset({names[dim]}))
+    whole = frozenset({names[dim]})
+    return Signature((_dims(names, sizes),), _dims(kept, sizes), sizes, ((0,),), frozenset({0}), whole)
 
 
 RULES: dict[str, Rule] = {
@@ -92,9 +115,10 @@ RULES: dict[str, Rule] = {
     "aten.transpose.int": _reordered(_transposed),
     "aten.t.default": _reordered(lambda call: list(range(len(call.output)))[::-1]),
     "aten.permute.default": _reordered(lambda call: [d % len(call.output) for d in call.arguments["dims"]]),
-    "aten.movedim.int": reshape,
+    "aten.movedim.int": _reordered(_moved),
+    "aten.movedim.intlist": _reordered(_moved),
     "aten.expand.default": expand,
-    "aten.expand_as.default": expand,
+    "aten.expand_as.default": expand_as,
     "aten.contiguous.default": line("* -> *"),
     "aten.clone.default": line("* -> *"),
     "aten.alias.default": line("* -> *"),
@@ -106,11 +130,10 @@ RULES: dict[str, Rule] = {
     "aten.split_with_sizes.default": along(),
     "aten.chunk.default": along(),
     "aten.cat.default": along(),
-    "aten.flip.default": along(),
+    "aten.flip.default": flip,
     "aten.pad.default": pad,
     "aten.cumsum.default": along(),
     "aten.diff.default": along(default=-1),
-    "aten.tril.default": line("t! u! -> t! u!".replace("t! u!", "* t! u!")),
+    "aten.tril.default": line("* t! u! -> * t! u!"),
     "aten.triu.default": line("* t! u! -> * t! u!"),
 }
-del RULES["aten.movedim.int"], RULES["aten.flip.default"]

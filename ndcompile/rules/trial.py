@@ -1,0 +1,224 @@
+"""An op on parts against the op on the whole: every row that its rule allows, forward and gradient."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ndcompile.placement import Placement
+from ndcompile.rules.notation import RuleError, Signature
+from ndcompile.rules.rows import Row, rows
+
+TOLERANCE = 1e-9
+Index = tuple[int, ...]
+Outputs = tuple[Tensor, ...]
+Rows = tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part is computed: the rank's index on each axis, the axes' sizes and rows, the local shape to give."""
+
+    index: Index
+    ways: Index
+    rows: Rows
+    shape: tuple[int, ...]
+
+
+def one_by_one(jobs: Sequence[Callable[[], Outputs]]) -> list[Outputs]:
+    return [job() for job in jobs]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A call to try: its operands, which of them carry a gradient, how it runs whole, and how on one rank's parts."""
+
+    signature: Signature
+    operands: tuple[Tensor, ...]
+    flows: tuple[bool, ...]
+    whole: Callable[[Sequence[Tensor]], Outputs]
+    part: Callable[[Sequence[Tensor], Place], Outputs]
+    run_all: Callable[[Sequence[Callable[[], Outputs]]], list[Outputs]] = one_by_one
+
+    def check(self, *ways: int) -> int:
+        """Try each combination of rows on axes of these sizes; `RuleError` names the first that is wrong."""
+        outputs, cotangents, gradients = _whole(self)
+        combinations = list(row_combinations(self.signature, ways, self.flows))
+        for chosen in combinations:
+            try:
+                _compare(self, ways, chosen, outputs, cotangents, gradients)
+            except Differs as error:
+                listed = " and then ".join(map(str, chosen))
+                raise RuleError(f"row {listed} on {' × '.join(map(str, ways))} ranks: {error}") from error
+        return len(combinations)
+
+
+class Differs(ValueError):
+    """What the parts make is not what the whole makes."""
+
+
+def row_combinations(
+    signature: Signature, ways: Sequence[int], flows: Sequence[bool], taken: Mapping[str, int] | None = None
+) -> Iterator[Rows]:
+    """A row for each axis, each derived after the axes before it have taken their factors."""
+    if not ways:
+        yield ()
+        return
+    taken = taken or {}
+    for row in rows(signature, ways[0], taken=taken, grads=flows):
+        now = taken if row.factor is None else {**taken, row.factor: taken.get(row.factor, 1) * ways[0]}
+        for others in row_combinations(signature, ways[1:], flows, now):
+            yield (row, *others)
+
+
+def _whole(trial: Trial) -> tuple[Outputs, Outputs, list[Tensor] | None]:
+    inputs = [x.clone().requires_grad_(flow) for x, flow in zip(trial.operands, trial.flows, strict=True)]
+    outputs = trial.whole(inputs)
+    cotangents = tuple(torch.randn_like(y) if y.is_floating_point() else torch.zeros(()) for y in outputs)
+    try:
+        gradients = _gradients(inputs, outputs, cotangents)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise RuleError(f"its gradient fails on whole tensors: {str(error).splitlines()[0]}") from error
+    return tuple(y.detach() for y in outputs), cotangents, gradients
+
+
+def _gradients(inputs: Sequence[Tensor], outputs: Outputs, cotangents: Outputs) -> list[Tensor] | None:
+    """The gradient of each input that carries one (zeros for the others); None if the outputs have none."""
+    pairs = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
+    wanted = [x for x in inputs if x.requires_grad]
+    if not pairs or not wanted:
+        return None
+    ends, seeds = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(ends, wanted, seeds, allow_unused=True))
+    made = [next(found) if x.requires_grad else None for x in inputs]
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, made, strict=True)]
+
+
+def _compare(
+    trial: Trial,
+    ways: Sequence[int],
+    chosen: Rows,
+    outputs: Outputs,
+    cotangents: Outputs,
+    gradients: list[Tensor] | None,
+) -> None:
+    given = [[row.operands[i] for row in chosen] for i in range(len(trial.operands))]
+    made = [row.output for row in chosen]
+    dealt = [deal(x, at, ways) for x, at in zip(trial.operands, given, strict=True)]
+    shapes = deal(torch.empty(outputs[0].shape, device="meta"), [p if p.kind == "S" else _EQUAL for p in made], ways)
+    indices = list(itertools.product(*map(range, ways)))
+    inputs = {i: [d[i].clone().requires_grad_(f) for d, f in zip(dealt, trial.flows, strict=True)] for i in indices}
+    places = {i: Place(i, tuple(ways), chosen, tuple(shapes[i].shape)) for i in indices}
+    results = _run(trial, [(inputs[i], places[i]) for i in indices])
+    by_rank = dict(zip(indices, results, strict=True))
+    for number, whole in enumerate(outputs):
+        parts = {i: result[number].detach() for i, result in by_rank.items()}
+        _same(denote(parts, made, ways, "the value"), whole, "the value")
+    if gradients is not None:
+        seeds = [deal(c, [p.dual for p in made], ways) for c in cotangents]
+        backward = {i: _gradients(inputs[i], by_rank[i], tuple(s[i] for s in seeds)) for i in indices}
+        _compare_gradients(trial, backward, given, ways, gradients)
+
+
+_EQUAL = Placement("R")
+
+
+def _run(trial: Trial, calls: Sequence[tuple[list[Tensor], Place]]) -> list[Outputs]:
+    try:
+        return trial.run_all([lambda x=x, place=place: trial.part(x, place) for x, place in calls])  # type: ignore[misc]
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise Differs(f"the op fails on the parts: {str(error).splitlines()[0]}") from error
+
+
+def _compare_gradients(
+    trial: Trial,
+    backward: Mapping[Index, list[Tensor] | None],
+    given: Sequence[Sequence[Placement]],
+    ways: Sequence[int],
+    gradients: Sequence[Tensor],
+) -> None:
+    if any(found is None for found in backward.values()):
+        raise Differs("the parts carry no gradient")
+    for number, flow in enumerate(trial.flows):
+        if flow:
+            what = f"the gradient of operand {number}"
+            parts = {index: found[number] for index, found in backward.items() if found is not None}
+            _same(denote(parts, [p.dual for p in given[number]], ways, what), gradients[number], what)
+
+
+def deal(value: Tensor, placements: Sequence[Placement], ways: Sequence[int]) -> dict[Index, Tensor]:
+    """Tensors on the ranks of several axes that stand for `value`, by the ranks' indices."""
+    held: dict[Index, Tensor] = {(-1,) * len(ways): value}
+    for axis in _dealt(placements):
+        held = {
+            (*index[:axis], rank, *index[axis + 1 :]): part
+            for index, x in held.items()
+            for rank, part in enumerate(split(x, placements[axis], ways[axis]))
+        }
+    return held
+
+
+def denote(
+    parts: Mapping[Index, Tensor], placements: Sequence[Placement], ways: Sequence[int], what: str = "the value"
+) -> Tensor:
+    """The value that the ranks' tensors stand for; `Differs` if they cannot be what the placements say."""
+    held = dict(parts)
+    for axis in reversed(_dealt(placements)):
+        groups: dict[Index, list[Tensor]] = {}
+        for index in sorted(held):
+            groups.setdefault((*index[:axis], -1, *index[axis + 1 :]), []).append(held[index])
+        held = {index: _joined(group, placements[axis], what) for index, group in groups.items()}
+    return held[(-1,) * len(ways)]
+
+
+def _dealt(placements: Sequence[Placement]) -> list[int]:
+    """Partial axes first, then shards, major first, then copies, which are equal in everything before."""
+    order = {"P": 0, "S": 1, "R": 2, "I": 2}
+    return sorted(range(len(placements)), key=lambda axis: order[placements[axis].kind])
+
+
+def split(x: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
+    """What the ranks of one axis hold of `x`; the shares of a partial value are random."""
+    if placement.kind == "S":
+        assert placement.dim is not None
+        size = x.shape[placement.dim]
+        step = -(-size // ranks)
+        bounds = [min(rank * step, size) for rank in range(ranks + 1)]
+        return [x.narrow(placement.dim, a, b - a) for a, b in itertools.pairwise(bounds)]
+    if placement.kind == "P":
+        shares = [torch.randn(x.shape).to(x) for _ in range(ranks - 1)]
+        return [x - sum(shares, torch.zeros_like(x)), *shares]
+    return [x] * ranks
+
+
+def _joined(parts: Sequence[Tensor], placement: Placement, what: str) -> Tensor:
+    try:
+        if placement.kind == "S":
+            assert placement.dim is not None
+            return torch.cat(list(parts), placement.dim)
+        if placement.kind == "P":
+            return torch.stack(list(parts)).sum(0, dtype=parts[0].dtype)
+    except (RuntimeError, IndexError) as error:
+        raise Differs(f"{what} has parts {[tuple(p.shape) for p in parts]} that are no {placement}") from error
+    for part in parts[1:]:
+        _same(part, parts[0], f"{what}, which is {placement}, between the ranks")
+    return parts[0]
+
+
+def _same(found: Tensor, wanted: Tensor, what: str) -> None:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        mine, whole = (f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (found, wanted))
+        raise Differs(f"{what} differs: {mine} instead of {whole}")
+    if not wanted.is_floating_point():
+        if not torch.equal(found, wanted):
+            raise Differs(f"{what} differs")
+        return
+    finite = wanted[wanted.isfinite()].abs()
+    scale = max(float(finite.max()) if finite.numel() else 0.0, 1e-3)
+    if not torch.allclose(found, wanted, rtol=0, atol=TOLERANCE * scale, equal_nan=True):
+        error = float((found - wanted).nan_to_num().abs().max()) / scale
+        raise Differs(f"{what} differs by {error:.2g} of its size")

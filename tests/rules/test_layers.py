@@ -1,0 +1,102 @@
+"""Layers: norms, lookups, attention, losses, random numbers and what is made from nothing, split against whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ndcompile.errors import CompileError
+from ndcompile.placement import I, P, R, S
+from ndcompile.rules.rows import rows
+from ndcompile.size import Size
+from tests.rules.case import Case, Spec, bools, case, each, every_row_holds, f, ints
+
+B = Size(12, ("b",))
+
+
+def key() -> Spec:
+    return Spec((), lambda shape: torch.tensor(1234567), False)
+
+
+Q, K, V = (f(2, 4, 6, 3) for _ in range(3))
+
+CASES: list[Case] = [
+    case("aten.layer_norm.default", f(4, 6, 5), [5], f(5), f(5)),
+    case("aten.layer_norm.default", f(12, 4, 3), [4, 3], f(4, 3)),
+    case("aten.layer_norm.default", f(7, 5), [5]),
+    case("aten.rms_norm.default", f(4, 6, 5), [5], f(5)),
+    case("aten.rms_norm.default", f(B, 5), [5]),
+    case("aten.softmax.int", f(4, 6, 5), -1),
+    case("aten.softmax.int", f(4, 6, 5), 1),
+    case("aten._softmax.default", f(6, 5), -2, False),
+    case("aten.log_softmax.int", f(6, 5), -1),
+    case("aten.embedding.default", f(12, 5), ints(4, 6, high=12)),
+    case("aten.embedding.default", f(7, 4), ints(6, high=7), 3),
+    case("aten.embedding.default", f(7, 4), ints(high=7)),
+    case("aten.embedding.default", f(12, 4), ints(B, high=12)),
+    case("aten.index.Tensor", f(6, 4, 5), [ints(12, low=-6, high=6)]),
+    case("aten.index.Tensor", f(6, 4, 5), [ints(3, 1, high=6), ints(12, high=4)]),
+    case("aten.index.Tensor", f(6, 4, 5), [None, ints(12, 2, low=-4, high=4)]),
+    case("aten.index.Tensor", f(6, 4, 5), [ints(7, high=6), None, ints(7, high=5)]),
+    case("aten.index.Tensor", f(6, 4, 5, 8), [None, ints(9, high=4), ints(9, high=5)]),
+    case("aten.index.Tensor", ints(12, 5, high=9), [ints(1, 6, high=12), ints(4, 1, high=5)]),
+    case("aten.scaled_dot_product_attention.default", Q, K, V),
+    case("aten.scaled_dot_product_attention.default", Q, K, V, None, 0.0, True),
+    case("aten.scaled_dot_product_attention.default", f(2, 5, 6, 3), f(2, 5, 7, 3), f(2, 5, 7, 4), f(6, 7)),
+    case("aten.scaled_dot_product_attention.default", Q, K, V, f(2, 1, 6, 6)),
+    case("aten.scaled_dot_product_attention.default", Q, K, V, f(1, 4, 1, 6)),
+    case("runtime.attention_with_dropout", Q, K, V, None, 0.4, key(), 3),
+    case("runtime.attention_with_dropout", f(3, 5, 6, 2), f(3, 5, 4, 2), f(3, 5, 4, 7), f(6, 4), 0.4, key(), 3),
+    case("runtime.attention_with_dropout", Q, K, V, f(2, 1, 6, 6), 0.4, key(), 3, False, 0.7),
+    case("runtime.cross_entropy", f(12, 8), ints(12, high=8)),
+    case("runtime.cross_entropy", f(6, 7), ints(6, high=7), ignore_index=2),
+    case("runtime.cross_entropy", f(5, 12), ints(5, high=12), ignore_index=3, label_smoothing=0.1),
+    case("runtime.dropout", f(4, 6, 5), 0.4, key(), 1),
+    case("runtime.dropout", f(B, 7), 0.4, key(), 1),
+    case("runtime.fold", key(), 3),
+    case("aten.arange.default", 12),
+    case("aten.arange.start", -3, 4),
+    case("aten.arange.start_step", 1, 24, 2),
+    case("aten.arange.start_step", 5, 0, -1),
+    case("aten.arange.start", 0.5, 7.5, dtype=torch.float64),
+    case("aten.full.default", [6, 5], 2.5),
+    case("aten.zeros.default", [7, 4]),
+    case("aten.ones.default", [12]),
+]
+
+
+@each(CASES)
+def test_rows_hold(given: Case) -> None:
+    every_row_holds(given)
+
+
+def test_a_table_of_sharded_rows_makes_a_partial_lookup() -> None:
+    found = rows(case("aten.embedding.default", f(12, 4), ints(6, high=12)).trial().signature, 2, grads=[True, False])
+    assert [(row.operands, row.output) for row in found if row.factor == "v"] == [((S(0), R), P())]
+
+
+def test_a_loss_of_sharded_classes_is_invariant() -> None:
+    found = rows(case("runtime.cross_entropy", f(6, 8), ints(6, high=8)).trial().signature, 2, grads=[True, False])
+    assert [(row.operands, row.output) for row in found if row.factor == "v"] == [((S(1), R), I)]
+
+
+def test_normalised_dims_are_whole() -> None:
+    found = rows(case("aten.layer_norm.default", f(6, 6, 6), [6, 6], f(6, 6)).trial().signature, 2)
+    assert {row.operands for row in found if row.factor} == {(S(0), R)}
+
+
+@pytest.mark.parametrize("position", [3, 4], ids=["scale_grad_by_freq", "sparse"])
+def test_a_lookup_whose_gradient_counts_ids_is_refused(position: int) -> None:
+    options = [-1, False, False]
+    options[position - 2] = True
+    with pytest.raises(CompileError, match="depends on the ids of all ranks"):
+        case("aten.embedding.default", f(12, 4), ints(6, high=12), *options).trial()
+
+
+def test_masks_of_attention_may_broadcast() -> None:
+    found = rows(
+        case("aten.scaled_dot_product_attention.default", Q, K, V, bools(2, 1, 6, 6)).trial().signature,
+        2,
+        grads=[True, True, True, False],
+    )
+    assert (S(1), S(1), S(1), R) in {row.operands for row in found}
