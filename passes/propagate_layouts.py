@@ -221,10 +221,14 @@ def _add_edges(state: _State, problem: Problem, kind: AxisKind, ranks: int) -> N
     for node in state.ops():
         for number, value in enumerate(operands(node)):
             place = ("place", node.meta.get("kind"))
-            problem.edges.setdefault(
-                Edge(key_of(value), key_of(node), number, place), _edge_cost(state, value, kind, ranks)
-            )
+            cost = _unchanged if node.target is getitem else _edge_cost(state, value, kind, ranks)
+            problem.edges.setdefault(Edge(key_of(value), key_of(node), number, place), cost)
             problem.weights[place] = max(problem.weights[place], problem.weights[key_of(node)])
+
+
+def _unchanged(source: Placement, target: Placement) -> float:
+    """A list of tensors is taken apart as it is: conversions are of tensors."""
+    return 0.0 if source == target else float("inf")
 
 
 def _edge_cost(state: _State, value: fx.Node, kind: AxisKind, ranks: int) -> Any:

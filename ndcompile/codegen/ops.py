@@ -218,7 +218,7 @@ def _dropout(w: Writer, node: fx.Node) -> str:
 
 
 def _attention_with_dropout(w: Writer, node: fx.Node) -> str:
-    return f"attention_with_dropout({w.listed(node)}, shards={_shards(w, node)})"
+    return f"attention_with_dropout({w.listed(node)}, shards={_shards(w, node)}{_uneven(w, node)})"
 
 
 def _layer_norm(w: Writer, node: fx.Node) -> str:
@@ -247,8 +247,13 @@ def _scale_gradient(w: Writer, node: fx.Node) -> str:
     return f"scale_gradient({w.text(node.args[0])}, 1 / {w.axis(node.meta['data_axes'])}.size)"
 
 
+RESHAPES = tuple(
+    f"aten.{name}" for name in "view.default reshape.default _unsafe_view.default squeeze.default squeeze.dim squeeze.dims".split()
+)
+"""Written with all sizes: a squeeze would also drop a dim that is of size 1 on this rank only."""
+
 SPECIAL: dict[str, Callable[[Writer, fx.Node], str]] = {
-    **dict.fromkeys(("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"), _reshape),
+    **dict.fromkeys(RESHAPES, _reshape),
     "aten.flatten.using_ints": _flatten,
     "aten.unflatten.int": _unflatten,
     "aten.expand.default": _expand,
