@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import linecache
 import os
 from collections.abc import Callable, Mapping
@@ -79,24 +80,36 @@ def _bind(
     spec = together(lambda: MeshSpec.parse("" if manifest.mesh == "one rank" else manifest.mesh, dist.get_world_size()))
     _same_everywhere(source, manifest, model, init)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    device_mesh = device_mesh or _device_mesh(spec, device)
+    device_mesh = _part_of(device_mesh, spec) or _device_mesh(spec, device)
     mesh = Mesh.bound(spec, [tuple(axes) for axes in manifest.flattened], device_mesh, TIMEOUT)
-    whole = {} if model is None else dict(model.named_parameters())
+    whole: dict[str, Tensor] = {} if model is None else dict(model.named_parameters())
+
+    def value(tensor: Tensor) -> Tensor:
+        return _of_rank_0(tensor, device) if init == "broadcast" else tensor.detach()
+
     placed = {
-        name: _distribute(whole.get(name), plan, spec, mesh, device_mesh, device)
+        name: _distribute(value(whole[name]) if name in whole else None, plan, spec, mesh, device_mesh, device)
         for name, plan in manifest.parameters.items()
     }
-    buffers = {} if model is None else {n: b.detach().to(device, copy=True) for n, b in model.named_buffers()}
+    buffers = {} if model is None else {n: value(b).to(device, copy=True) for n, b in model.named_buffers()}
 
     def make(training: bool) -> tuple[Root, Manifest]:
         text, plan = (source, manifest) if training == manifest.training else other(training)
         return _execute(text, plan, mesh, module), plan
 
-    module = class_for(manifest.signature)(mesh, device_mesh, make)
+    signature = manifest.signature if model is None else inspect.signature(model.forward)
+    module = class_for(signature)(mesh, device_mesh, make)
     _fill(module, model, manifest, placed, buffers)
     module.train(manifest.training)
     module._program()
     return module
+
+
+def _part_of(given: DeviceMesh | None, spec: MeshSpec) -> DeviceMesh | None:
+    """The user's mesh without its axes of size 1; None if its names are not ours."""
+    if given is None or not spec.names or not set(spec.names) <= set(given.mesh_dim_names or ()):
+        return None
+    return given if given.mesh_dim_names == spec.names else given[spec.names]
 
 
 def _device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
@@ -105,7 +118,7 @@ def _device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
 
 
 def _same_everywhere(source: str, manifest: Manifest, model: nn.Module | None, init: str) -> None:
-    """All ranks have one program, and (with `init="check"`) one set of values; `"broadcast"` makes them so."""
+    """All ranks have one program, and (with `init="check"`) one set of values."""
     _same_program(source, manifest)
     without = model is None or any(p.is_meta for p in model.parameters())
     alike(
@@ -116,9 +129,6 @@ def _same_everywhere(source: str, manifest: Manifest, model: nn.Module | None, i
         return
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     if init == "broadcast":
-        with torch.no_grad():
-            for tensor in tensors.values():
-                _broadcast(tensor)
         return
     sums = {name: _digest(t.detach()) for name, t in tensors.items()}
     everyone = everyones(sums)
@@ -151,11 +161,13 @@ def _shown(name: str, plan: ParameterPlan) -> str:
     return f"{name} {list(plan.shape)} {plan.dtype}, {'; '.join(cuts) or 'whole'}"
 
 
-def _broadcast(tensor: Tensor) -> None:
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    moved = tensor.detach().to(device).contiguous()
-    dist.broadcast(moved, 0)
-    tensor.copy_(moved)
+def _of_rank_0(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy with rank 0's values; the model keeps its own."""
+    if tensor.is_meta:
+        return tensor
+    copied = tensor.detach().to(device, copy=True).contiguous()
+    dist.broadcast(copied, 0)
+    return copied
 
 
 def _digest(tensor: Tensor) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -31,7 +31,9 @@ class State:
 
     def bucket(self, weights: Mapping[str, Weight], prefix: str) -> Bucket:
         """The bucket of a segment; names starting with `/` are full ones, others stand below `prefix`."""
-        full = {key: w._replace(name=w.name[1:] if w.name[0] == "/" else f"{prefix}.{w.name}") for key, w in weights.items()}
+        full = {
+            key: w._replace(name=w.name[1:] if w.name[0] == "/" else f"{prefix}.{w.name}") for key, w in weights.items()
+        }
         return Bucket(self.mesh, full, self.parameters, self.shapes, self.compute, self.reduce)
 
     @contextmanager
@@ -43,6 +45,21 @@ class State:
             self.order.append(bucket)
         with bucket.gathered() as weights:
             yield weights
+
+
+class Uncompiled:
+    """A context whose two ends `torch.compile` leaves as they are; what stands inside may be compiled."""
+
+    def __init__(self, inner: AbstractContextManager[tuple[Tensor, ...]]) -> None:
+        self._inner = inner
+
+    @torch.compiler.disable
+    def __enter__(self) -> tuple[Tensor, ...]:
+        return self._inner.__enter__()
+
+    @torch.compiler.disable
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._inner.__exit__(*raised)
 
 
 class Block:
@@ -62,11 +79,9 @@ class Block:
         return self.forward(*args)  # type: ignore[attr-defined]
 
     @torch.compiler.disable
-    @contextmanager
-    def gathered(self) -> Iterator[tuple[Tensor, ...]]:
+    def gathered(self) -> Uncompiled:
         """The block's weights, for the length of a with-block."""
-        with self._state.gathered(self._bucket) as weights:
-            yield weights
+        return Uncompiled(self._state.gathered(self._bucket))
 
 
 class Root:
@@ -81,16 +96,12 @@ class Root:
     def __init__(self, state: State) -> None:
         self._state = state
         self._buckets = {title: state.bucket(weights, "") for title, weights in self.weights.items()}
-        self._blocks = {
-            path: kind(state, path) for text, kind in self.blocks.items() for path in _paths(text)
-        }
+        self._blocks = {path: kind(state, path) for text, kind in self.blocks.items() for path in _paths(text)}
 
     @torch.compiler.disable
-    @contextmanager
-    def gathered(self, title: str) -> Iterator[tuple[Tensor, ...]]:
+    def gathered(self, title: str) -> Uncompiled:
         """The weights of one stretch of the root, for the length of a with-block."""
-        with self._state.gathered(self._buckets[title]) as weights:
-            yield weights
+        return Uncompiled(self._state.gathered(self._buckets[title]))
 
     def block(self, path: str) -> Block:
         return self._blocks[path]

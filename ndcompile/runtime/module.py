@@ -41,6 +41,7 @@ class ParallelModule(nn.Module):
     def __init_subclass__(cls) -> None:
         cls.forward = torch.compiler.disable(cls.forward, recursive=False)  # type: ignore[method-assign]
 
+    @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         root, manifest = self._program()
         tensors = self._prepare(manifest, args, kwargs)
