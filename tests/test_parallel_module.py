@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -517,12 +518,11 @@ def saved_bytes(module: nn.Module, batch: Batch) -> int:
             kept[plain.untyped_storage().data_ptr()] = plain
         return x
 
-    try:
-        weights._Use.pack = lambda use, x: keep(own_pack(use, x))  # type: ignore[method-assign]
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            result = module(**batch)
-    finally:
-        weights._Use.pack = own_pack  # type: ignore[method-assign]
+    with (
+        patch.object(weights._Use, "pack", lambda use, x: keep(own_pack(use, x))),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
+    ):
+        result = module(**batch)
     assert result["loss"].requires_grad
     return sum(x.untyped_storage().nbytes() for x in kept.values())
 
