@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from ndcompile.placement import BY_NAME
 from ndcompile.runtime import private
@@ -155,7 +156,7 @@ class Convert(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         x: Tensor,
         forward: str,
         backward: str,
@@ -169,16 +170,14 @@ class Convert(torch.autograd.Function):
         dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.primitive = backward
-        ctx.place = (group, ranks, index)
-        ctx.dims = (target, dim, other, size) if backward == "all_to_all" else (dim, target, size, other)
-        ctx.dtype = dtype
+        dims = (target, dim, other, size) if backward == "all_to_all" else (dim, target, size, other)
+        ctx.along = (group, ranks, index, *dims, "sum", dtype)
         return PRIMITIVES[forward](x, Along(group, ranks, index, dim, target, size, other, "sum", dtype))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        along = Along(*ctx.place, *ctx.dims, "sum", ctx.dtype)
-        return PRIMITIVES[ctx.primitive](gradient, along), *(None,) * 10
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return PRIMITIVES[ctx.primitive](gradient, Along(*ctx.along)), *(None,) * 10
 
 
 def _identity(x: Tensor, along: Along) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
@@ -14,10 +15,10 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
 
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, factor: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * ctx.factor, None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from ndcompile.runtime import private
 from ndcompile.runtime.collectives import all_reduce
@@ -46,7 +48,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         logits: Tensor,
         target: Tensor,
         group: str,
@@ -75,7 +77,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, largest, log_total = ctx.saved_tensors
         start, columns, size, ignore_index, smoothing = ctx.place
         x = _wide(logits)

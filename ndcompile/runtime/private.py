@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _ops = torch.ops._c10d_functional
 
@@ -48,7 +52,7 @@ def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x if dtype is None or x.dtype == dtype else x.to(dtype)
 
 
-def is_distributed(x: Tensor) -> bool:
+def is_distributed(x: Tensor) -> TypeGuard[DTensor]:
     """Whether `x` is a DTensor."""
     return hasattr(x, "_local_tensor") and hasattr(x, "_spec")
 

@@ -7,11 +7,11 @@ from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from ndcompile.runtime import flat, private
@@ -72,7 +72,7 @@ class Bucket:
         self._check_shapes()
 
     @contextmanager
-    def gathered(self) -> Iterator[tuple[Tensor, ...]]:
+    def gathered(self) -> Iterator[Any]:
         """The weights as plain whole tensors, a named tuple by attribute, for the length of the block.
 
         What autograd saves of them inside is gathered again in backward, so that they need not be kept.
@@ -124,8 +124,7 @@ class Bucket:
         return groups
 
     def _compute_dtype(self, parameter: Tensor) -> torch.dtype:
-        cast = self.compute is not None and parameter.is_floating_point()
-        return self.compute if cast else parameter.dtype
+        return self.compute if self.compute is not None and parameter.is_floating_point() else parameter.dtype
 
     def _start(self) -> None:
         """Start the first gather of each group, if that is not done for the parameters as they are now."""
@@ -175,11 +174,11 @@ class Bucket:
                 got = private.wait(private.start_reduce_scatter(sent, axis.size, axis.group))
                 moving |= zip([i for i, _ in due], flat.split_scattered(got, parts, axis), strict=True)
             for axis in dict.fromkeys(axis for _, way in ways for axis in way.reduce):
-                due = [i for i, way in ways if axis in way.reduce]
-                shapes = [moving[i].shape for i in due]
-                sent = flat.join([moving[i] for i in due], dtype)
+                summed = [i for i, way in ways if axis in way.reduce]
+                shapes = [moving[i].shape for i in summed]
+                sent = flat.join([moving[i] for i in summed], dtype)
                 got = private.wait(private.start_all_reduce(sent, "sum", axis.group))
-                moving |= zip(due, flat.split(got, shapes), strict=True)
+                moving |= zip(summed, flat.split(got, shapes), strict=True)
         held = self._held()
         return [moving[i].to(held[i].dtype).contiguous() for i in which]
 
@@ -269,7 +268,7 @@ class _Saved(NamedTuple):
     group: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
     dtype: torch.dtype
 
 
@@ -332,9 +331,7 @@ class _Deliver(torch.autograd.Function):
     """Parameters → weights as views that were made before; backward reduces all gradients at once."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, bucket: Bucket, use: _Use, views: list[Tensor], *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, bucket: Bucket, use: _Use, views: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.bucket = bucket
         ctx.use = use
         ctx.set_materialize_grads(False)
@@ -343,7 +340,7 @@ class _Deliver(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         bucket = ctx.bucket
         ctx.use.free()
         which = [i for i, gradient in enumerate(gradients) if gradient is not None and ctx.needs_input_grad[3 + i]]
