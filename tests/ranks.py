@@ -38,7 +38,7 @@ def run(world_size: int, function: Callable[..., Result], *args: object, timeout
         ranks: dict[Connection, tuple[int, BaseProcess]] = {}
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
+            process: BaseProcess = context.Process(
                 target=_rank, args=(rank, world_size, f"{folder}/store", call, timeout, sender), daemon=True
             )
             process.start()
@@ -63,7 +63,7 @@ def _collect(ranks: dict[Connection, tuple[int, BaseProcess]], timeout: float) -
         if not ready:
             failures |= {rank: f"no answer within {timeout:g} s" for rank, _ in pending.values()}
             break
-        for receiver in ready:
+        for receiver in [each for each in pending if each in ready]:
             rank, process = pending.pop(receiver)
             try:
                 succeeded, answer = pickle.loads(receiver.recv_bytes())

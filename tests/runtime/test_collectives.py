@@ -14,8 +14,8 @@ from ndcompile.runtime.mesh import Mesh, Ranks
 from tests.ranks import RankFailed, run
 
 Shape = tuple[int, ...]
-EVEN, UNEVEN = (4, 8, 3), (3, 9, 5)
-WHOLE = [EVEN, UNEVEN]
+EVEN: Shape = (4, 8, 3)
+WHOLE: list[Shape] = [EVEN, (3, 9, 5)]
 
 
 def parts(size: int, ranks: int) -> list[int]:
@@ -37,6 +37,7 @@ def spread(value: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
 def denoted(held: list[Tensor], placement: Placement) -> Tensor:
     """The value that the ranks' tensors mean."""
     if placement.kind == "S":
+        assert placement.dim is not None
         return torch.cat(held, placement.dim)
     if placement.kind == "P":
         return torch.stack(held).sum(0)
@@ -74,6 +75,7 @@ def both_sides(ranks: int, work: list[tuple]) -> list[tuple[Tensor, Tensor]]:
         x = held[axis.index].requires_grad_()
         y = convert(name, x, axis, source, target, shape)
         y.backward(cotangents[axis.index])
+        assert x.grad is not None, name
         results.append((y.detach(), x.grad))
     return results
 
@@ -130,6 +132,7 @@ def in_two_dtypes(ranks: int) -> list[Tensor]:
     replicate(weight, axis, dtype=torch.float32).backward(mine)
     part = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
     all_gather(part, axis, 0, dtype=torch.float32).backward(mine)
+    assert weight.grad is not None and part.grad is not None
     return [
         all_reduce(mine, axis, dtype=torch.float32),
         reduce_scatter(mine, axis, 0, dtype=torch.float32),
@@ -153,7 +156,7 @@ def block(x: Tensor, w: Tensor, axis: Ranks) -> Tensor:
     return all_reduce((shard(all_gather(h, axis, 2), axis, 0) ** 2).sum(), axis)
 
 
-def compiled(ranks: int) -> tuple[list[Tensor], list[Tensor], int]:
+def compiled(ranks: int) -> tuple[list[Tensor | None], list[Tensor | None], int]:
     from torch._dynamo.testing import CompileCounter
 
     axis = Mesh.bound(MeshSpec.parse(f"tp={ranks}"))["tp"]
@@ -165,7 +168,7 @@ def compiled(ranks: int) -> tuple[list[Tensor], list[Tensor], int]:
         y = function(x, w, axis)
         y.backward()
         results.append([y.detach(), x.grad, w.grad])
-    return results[0], results[1], counter.frame_count
+    return results[0], results[1], int(counter.frame_count)
 
 
 def _inputs(axis: Ranks) -> tuple[Tensor, Tensor]:

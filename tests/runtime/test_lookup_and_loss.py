@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -40,9 +40,14 @@ def problem(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return logits.to(case.dtype), target, torch.rand(6, generator=generator, dtype=torch.float64).to(case.dtype)
 
 
-def tolerance(case: Case) -> dict[str, float]:
+def assert_near(got: Tensor, want: Tensor, case: Case) -> None:
     bound = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}[case.dtype]
-    return {"rtol": bound, "atol": bound * case.scale}
+    torch.testing.assert_close(got, want, rtol=bound, atol=bound * case.scale)
+
+
+def gradient_of(x: Tensor) -> Tensor:
+    assert x.grad is not None
+    return x.grad
 
 
 def by_torch(case: Case) -> tuple[Tensor, Tensor]:
@@ -50,7 +55,7 @@ def by_torch(case: Case) -> tuple[Tensor, Tensor]:
     logits.requires_grad_()
     found = F.cross_entropy(logits, target, reduction="none", label_smoothing=case.smoothing)
     found.backward(cotangent)
-    return found.detach(), logits.grad
+    return found.detach(), gradient_of(logits)
 
 
 def ours(case: Case, axis: Ranks | None) -> tuple[Tensor, Tensor]:
@@ -62,16 +67,16 @@ def ours(case: Case, axis: Ranks | None) -> tuple[Tensor, Tensor]:
     logits = logits.clone().requires_grad_()
     found = cross_entropy(logits, target, axis, size, IGNORED, case.smoothing)
     found.backward(cotangent)
-    return found.detach(), logits.grad
+    return found.detach(), gradient_of(logits)
 
 
 @pytest.mark.parametrize("case", LOSSES)
 def test_cross_entropy_on_one_rank(case):
     for got, want in zip(ours(case, None), by_torch(case), strict=True):
-        torch.testing.assert_close(got, want, **tolerance(case))
+        assert_near(got, want, case)
 
 
-def on_ranks(ranks: int) -> dict[str, list]:
+def on_ranks(ranks: int) -> dict[str, Any]:
     axis = Mesh.bound(MeshSpec.parse(f"tp={ranks}"))["tp"]
     sent: list[tuple[str, str, int]] = []
     original = private.start_all_reduce
@@ -103,7 +108,7 @@ def compiled(axis: Ranks) -> tuple[Tensor, Tensor]:
     )
     found = function(logits, target)
     found.backward(cotangent)
-    return found.detach(), logits.grad
+    return found.detach(), gradient_of(logits)
 
 
 IDS = torch.tensor([[0, 4, 3], [1, 4, 2]])
@@ -117,7 +122,7 @@ def lookup(size: int, padding: int, axis: Ranks) -> tuple[Tensor, Tensor]:
     weight = table(size).narrow(0, axis.start(size), axis.part(size)).clone().requires_grad_()
     found = embedding(IDS, weight, padding, axis, size)
     (found * torch.arange(18).view(2, 3, 3)).sum().backward()
-    return found.detach(), weight.grad
+    return found.detach(), gradient_of(weight)
 
 
 def out_of_range(id: int, axis: Ranks) -> str:
@@ -135,9 +140,9 @@ def test_sharded_classes_and_rows(ranks):
     for i, case in enumerate(LOSSES):
         losses, gradient = by_torch(case)
         for answer in answers:
-            torch.testing.assert_close(answer["losses"][i][0], losses, **tolerance(case))
+            assert_near(answer["losses"][i][0], losses, case)
         joined = torch.cat([answer["losses"][i][1] for answer in answers], 1)
-        torch.testing.assert_close(joined, gradient, **tolerance(case))
+        assert_near(joined, gradient, case)
     for answer in answers:
         torch.testing.assert_close(answer["compiled"][0], by_torch(Case(11, 0.1, 1.0))[0])
     joined = torch.cat([answer["compiled"][1] for answer in answers], 1)
@@ -160,8 +165,8 @@ def check_lookups(lookups: list[list[tuple[Tensor, Tensor]]]) -> None:
         weight = table(size).requires_grad_()
         found = F.embedding(IDS, weight, None if padding < 0 else padding)
         (found * torch.arange(18).view(2, 3, 3)).sum().backward()
-        assert torch.equal(sum(each[i][0] for each in lookups), found), (size, padding)
-        assert torch.equal(torch.cat([each[i][1] for each in lookups]), weight.grad), (size, padding)
+        assert torch.equal(torch.stack([each[i][0] for each in lookups]).sum(0), found), (size, padding)
+        assert torch.equal(torch.cat([each[i][1] for each in lookups]), gradient_of(weight)), (size, padding)
 
 
 def test_embedding_on_one_rank_is_torchs():

@@ -96,7 +96,7 @@ def test_dropout_scales_what_it_keeps_and_its_gradient_alike():
     y = dropout(x, 0.2, KEY, 7)
     y.sum().backward()
     assert set(y.tolist()) == {0.0, 1.25}
-    assert torch.equal(x.grad, y.detach())
+    assert x.grad is not None and torch.equal(x.grad, y.detach())
     assert dropout(x, 0.0, KEY, 7) is x and not dropout(x, 1.0, KEY, 7).any()
 
 
@@ -117,7 +117,8 @@ def test_indices_beyond_32_bits_are_told_apart():
 
 def problem() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(2, 4, 6, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    q, k, v = (torch.randn(2, 4, 6, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    return q, k, v
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -154,7 +155,7 @@ def test_attention_drops_probabilities_by_global_index():
     torch.testing.assert_close(part, expected[:, 2:])
 
 
-def keys(ranks: int) -> tuple[int, int, float]:
+def keys(ranks: int) -> tuple[float, float, float]:
     torch.manual_seed(dist.get_rank() + 5)
     return draw_key("cpu").item(), draw_key().item(), torch.rand(()).item()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ndcompile.mesh import MeshSpec
 from ndcompile.runtime import Bucket, Mesh, StaleWeights, private, weight
@@ -38,20 +40,18 @@ def batch(rank: int) -> Tensor:
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64)
 
 
-def compute(w: tuple[Tensor, ...], x: Tensor) -> Tensor:
+def compute(w: Any, x: Tensor) -> Tensor:
     return x + ((x @ w.up.T).tanh() * w.scale) @ w.down.T + w.bias
 
 
-class Plain:
+def plain(values: dict[str, Tensor]) -> SimpleNamespace:
     """The same attributes, on one device."""
-
-    def __init__(self, values: dict[str, Tensor]) -> None:
-        self.__dict__.update({name: value.clone().requires_grad_() for name, value in values.items()})
+    return SimpleNamespace(**{name: value.clone().requires_grad_() for name, value in values.items()})
 
 
 def expected(world: int, layers: int = 1, repeat: int = 1) -> list[dict[str, Tensor]]:
     """Gradients on one device, of the sum over all ranks' batches."""
-    blocks = [Plain(whole(i)) for i in range(layers)]
+    blocks = [plain(whole(i)) for i in range(layers)]
     for rank in range(world):
         x = batch(rank)
         for block in blocks * repeat:
@@ -60,16 +60,16 @@ def expected(world: int, layers: int = 1, repeat: int = 1) -> list[dict[str, Ten
     return [{name: getattr(block, name).grad for name in SHAPES} for block in blocks]
 
 
-def setup(spec: str, seed: int = 0, distributed: bool = True, **options: object) -> tuple[Bucket, dict[str, Tensor]]:
+def setup(spec: str, seed: int = 0, distributed: bool = True, **options: Any) -> tuple[Bucket, dict[str, nn.Parameter]]:
     """A bucket of this rank's parts of the whole weights."""
     mesh = Mesh.bound(MeshSpec.parse(spec))
     sizes = (mesh.spec.size("dp_replicate"), mesh.spec.size("dp_shard"))
     device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
     parameters = {}
     for name, value in whole(seed).items():
-        placement = Replicate()
-        if dim := WEIGHTS[name].gather:
-            axis, dim = mesh["dp_shard"], dim["dp_shard"]
+        placement: Placement = Replicate()
+        if gather := WEIGHTS[name].gather:
+            axis, dim = mesh["dp_shard"], gather["dp_shard"]
             placement = Shard(dim)
             value = value.narrow(dim, axis.start(value.shape[dim]), axis.part(value.shape[dim])).contiguous()
         if distributed:
@@ -101,8 +101,9 @@ def step(buckets: list[Bucket], x: Tensor, function: Callable = compute, repeat:
     return (x**2).sum()
 
 
-def check(parameters: dict[str, Tensor], gradients: dict[str, Tensor], mesh: Mesh, factor: float = 1.0) -> None:
+def check(parameters: Mapping[str, Tensor], gradients: dict[str, Tensor], mesh: Mesh, factor: float = 1.0) -> None:
     for name, parameter in parameters.items():
+        assert parameter.grad is not None, name
         got = private.local(parameter.grad)
         torch.testing.assert_close(got, factor * mine(gradients[name], name, mesh), rtol=1e-12, atol=1e-12, msg=name)
 
@@ -114,7 +115,9 @@ def case_gradients(spec: str, distributed: bool) -> None:
     check(parameters, expected(dist.get_world_size())[0], mesh)
     for parameter in parameters.values():
         assert isinstance(parameter.grad, DTensor) == distributed
-        assert not distributed or parameter.grad.placements == parameter.placements
+        if distributed:
+            assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
+            assert parameter.grad.placements == parameter.placements
 
 
 def case_weights_are_whole(spec: str) -> None:
@@ -153,10 +156,10 @@ def case_compiled(spec: str) -> None:
 
 def case_bytes_saved(spec: str) -> None:
     """Backward keeps what one device keeps, less the weights; without the bucket's hooks it would keep them too."""
-    x, plain = batch(dist.get_rank()).requires_grad_(), Plain(whole())
+    x, single = batch(dist.get_rank()).requires_grad_(), plain(whole())
     with saved_tensors_hooks(note := Note(), lambda saved: saved):
-        compute(plain, x).sum()
-    weights = {private.storage_id(getattr(plain, name)) for name in SHAPES}
+        compute(single, x).sum()
+    weights = {private.storage_id(getattr(single, name)) for name in SHAPES}
     kept = sum(size for storage, size in note.sizes.items() if storage not in weights)
     assert note.total - kept == 8 * (7 * 6 + 7 + 6 * 7), "one device keeps up, scale and down"
 
@@ -245,7 +248,7 @@ def case_dtypes(spec: str) -> None:
     loss.backward()
     total = 256.0 + dist.get_world_size() - 1
     for parameter in parameters.values():
-        assert parameter.grad.dtype == torch.float64
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float64
         assert (private.local(parameter.grad) == total).all(), "a bf16 sum would lose the ones"
 
 
@@ -259,7 +262,7 @@ def case_prefetch_is_dropped_after_a_step(spec: str) -> None:
     with bucket.gathered() as w:
         up = w.up.detach().clone()
     assert not torch.equal(up, whole()["up"])
-    assert torch.equal(up, parameters["up"].full_tensor())
+    assert isinstance(held := parameters["up"], DTensor) and torch.equal(up, held.full_tensor())
     bucket._start()
     bucket.release()
     assert bucket._started is None
@@ -285,10 +288,10 @@ def case_frozen_and_unused(spec: str) -> None:
         loss = (((x @ w.up.T) @ w.down.T) ** 2).sum()
     loss.backward()
     assert parameters["up"].grad is None and parameters["scale"].grad is None
-    plain = Plain(whole())
+    single = plain(whole())
     for rank in range(dist.get_world_size()):
-        (((batch(rank) @ plain.up.detach().T) @ plain.down.T) ** 2).sum().backward()
-    check({"down": parameters["down"]}, {"down": plain.down.grad}, Mesh(MeshSpec.parse(spec), dist.get_rank()))
+        (((batch(rank) @ single.up.detach().T) @ single.down.T) ** 2).sum().backward()
+    check({"down": parameters["down"]}, {"down": single.down.grad}, Mesh(MeshSpec.parse(spec), dist.get_rank()))
 
 
 def case_without_gradients(spec: str) -> None:
@@ -333,7 +336,8 @@ def test_without_a_sharding_axis_weights_are_the_parameters_memory():
     with Bucket(mesh, WEIGHTS, parameters, SHAPES).gathered() as w:
         assert w.up.data_ptr() == parameters["up"].data_ptr()
         (w.up.sum() * 3).backward()
-    assert torch.equal(parameters["up"].grad, torch.full((7, 6), 3.0, dtype=torch.float64))
+    gradient = parameters["up"].grad
+    assert gradient is not None and torch.equal(gradient, torch.full((7, 6), 3.0, dtype=torch.float64))
     assert parameters["down"].grad is None
 
 
