@@ -18,7 +18,7 @@ from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import I, Layout, Placement, R, S
 from ndcompile.rules.notation import Signature
-from ndcompile.rules.registry import op_name, operands, signature
+from ndcompile.rules.registry import op_name, operands, results, signature
 from ndcompile.rules.rows import Row, rows
 from ndcompile.size import Size
 
@@ -259,7 +259,7 @@ def _even(shape: tuple[Size, ...], placement: Placement, ranks: int, kind: AxisK
 
 def _add_outputs(state: _State, problem: Problem, kind: AxisKind, ranks: int) -> None:
     """A result is sharded on its batch over data axes; on others it is whole, or as sharded as it is made."""
-    for number, node in enumerate(results(state.graph)):
+    for number, node in enumerate(_returned(state.graph)):
         shape, key = node.meta["shape"], (OUTPUT, number)
         batched = kind.shards_batch and shape and "b" in shape[0].symbols
         wanted = [S(0)] if batched else [I]
@@ -275,8 +275,8 @@ def _add_outputs(state: _State, problem: Problem, kind: AxisKind, ranks: int) ->
         problem.edges[Edge(key_of(node), key, 0, key)] = cost
 
 
-def results(graph: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in graph.graph.output_node().args[0] if isinstance(n, fx.Node)]
+def _returned(graph: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in results(graph) if isinstance(n, fx.Node)]
 
 
 def _pin(problem: Problem, node: fx.Node, axis: str, placement: Placement) -> None:
@@ -341,7 +341,7 @@ def _store(state: _State, mesh: MeshSpec) -> None:
         if node.meta.get("role") == "parameter":
             node.meta["stored"] = _stored(node, mesh, order)
     ends = []
-    for node in results(state.graph):
+    for node in _returned(state.graph):
         ends.append(_end_layout(node, mesh, order, state.local_outputs))
     state.graph.graph.output_node().meta["wanted"] = tuple(ends)
 

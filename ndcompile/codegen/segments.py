@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from ndcompile.rules.registry import operands
+from ndcompile.rules.registry import operands, results
 
 
 @dataclass
@@ -54,11 +54,11 @@ def segments(graph: fx.GraphModule) -> list[Segment]:
 
 
 def _connect(segment: Segment) -> None:
-    own, entries, inputs = set(segment.nodes), {}, {}
-    ports = {node: node.args[0] for node in segment.nodes if node.meta.get("port")}
+    own, entries = set(segment.nodes), dict[fx.Node, Entry]()
+    ports = {node: node.all_input_nodes[0] for node in segment.nodes if node.meta.get("port")}
     segment.nodes = [node for node in segment.nodes if node not in ports]
     segment.ports = ports
-    inputs = dict.fromkeys(ports.values())
+    inputs: dict[fx.Node, None] = dict.fromkeys(ports.values())
     for node in segment.nodes:
         for value in operands(node):
             if value in own or value in entries:
@@ -76,15 +76,15 @@ def _origin(value: fx.Node) -> tuple[str | None, list[fx.Node]]:
     moves: list[fx.Node] = []
     while value.meta.get("bucket"):
         moves.append(value)
-        value = value.args[0]  # type: ignore[assignment]
+        value = value.all_input_nodes[0]
     return (value.meta["name"] if value.meta.get("role") == "parameter" else None), moves[::-1]
 
 
 def _find_outputs(graph: fx.GraphModule, listed: list[Segment]) -> None:
-    results = {value: None for value in graph.graph.output_node().args[0] if isinstance(value, fx.Node)}  # type: ignore[union-attr]
+    returned = results(graph)
     for i, segment in enumerate(listed):
         later = {value for other in listed[i + 1 :] for value in other.inputs}
-        wanted = [node for node in segment.nodes if node in later or node in results]
+        wanted = [node for node in segment.nodes if node in later or node in returned]
         segment.outputs = wanted
 
 
@@ -99,7 +99,7 @@ class Call:
 
 def calls(graph: fx.GraphModule, listed: list[Segment]) -> list[Call]:
     """Runs of consecutive children of one list with one kind, chained in the same way, become a loop."""
-    results = {value for value in graph.graph.output_node().args[0] if isinstance(value, fx.Node)}  # type: ignore[union-attr]
+    returned = {value for value in results(graph) if isinstance(value, fx.Node)}
     found: list[Call] = []
     i = 0
     while i < len(listed):
@@ -107,7 +107,7 @@ def calls(graph: fx.GraphModule, listed: list[Segment]) -> list[Call]:
         links: list[tuple[int, int]] | None = None
         while i + len(run) < len(listed):
             follower = listed[i + len(run)]
-            link = _link(run[-1], follower, listed, results)
+            link = _link(run[-1], follower, listed, returned)
             if link is None or (links is not None and link != links):
                 break
             links = link
@@ -117,8 +117,8 @@ def calls(graph: fx.GraphModule, listed: list[Segment]) -> list[Call]:
     return found
 
 
-def _link(one: Segment, two: Segment, listed: list[Segment], results: set[fx.Node]) -> list[tuple[int, int]] | None:
-    """How block `two` takes what block `one` gives, if it is the next child of the same list and nothing else sees it."""
+def _link(one: Segment, two: Segment, listed: list[Segment], returned: set[fx.Node]) -> list[tuple[int, int]] | None:
+    """How block `two` takes what block `one` gives, the next child of its list, if nothing else sees it."""
     if not one.block or one.kind != two.kind or len(one.inputs) != len(two.inputs):
         return None
     (list_one, at_one), (list_two, at_two) = (s.block.rsplit(".", 1) for s in (one, two))
@@ -132,6 +132,6 @@ def _link(one: Segment, two: Segment, listed: list[Segment], results: set[fx.Nod
             return None
     after = [s for s in listed if s.number > two.number]
     seen_later = any(value in s.inputs for s in after for value in one.outputs)
-    if seen_later or any(value in results for value in one.outputs) or len(pairs) != len(one.outputs):
+    if seen_later or any(value in returned for value in one.outputs) or len(pairs) != len(one.outputs):
         return None
     return pairs

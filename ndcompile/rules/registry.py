@@ -54,6 +54,13 @@ def operands(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def results(graph: fx.GraphModule) -> list[Any]:
+    """What the graph returns, in order: nodes, and constants among them."""
+    given = graph.graph.output_node().args[0]
+    assert isinstance(given, (list, tuple)), "a graph returns a flat list"
+    return list(given)
+
+
 def signature(node: fx.Node) -> Signature:
     """The node's rule, bound to its shapes. Raises `CompileError` where there is none or it does not fit."""
     name = op_name(node.target)
