@@ -22,7 +22,7 @@ Key = Hashable
 
 @dataclass(frozen=True)
 class Edge:
-    """A use: operand `operand` of `user` is the value of `producer`; `place` is where a conversion of it would stand."""
+    """A use: operand `operand` of `user` is the value of `producer`; `place` is where its conversion would stand."""
 
     producer: Key
     user: Key

@@ -34,7 +34,8 @@ def _find(graph: fx.GraphModule, name: str) -> fx.Node:
     named |= {n.meta["name"]: n for n in placed if n.meta.get("role") == "parameter"}
     named |= {n.name: n for n in placed if n.name not in named}
     if name not in named:
-        raise CompileError(f"nothing in the program is called '{name}'", tries="a parameter, a module or a node of program.graph")
+        tries = "a parameter, a module or a node of program.graph"
+        raise CompileError(f"nothing in the program is called '{name}'", tries=tries)
     return named[name]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -85,4 +85,4 @@ def _collective(
 
 
 def _joined(one: Collective, two: Collective) -> Collective:
-    return Collective(one.axis, one.kind, one.side, one.bytes + two.bytes, one.dtype, one.block or "", one.source, one.block)
+    return replace(one, bytes=one.bytes + two.bytes, module=one.block or "")

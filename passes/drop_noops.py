@@ -8,7 +8,14 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
-CASTS = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.type_as.default, aten._to_copy.default)
+CASTS = (
+    aten.to.dtype,
+    aten.to.device,
+    aten.to.dtype_layout,
+    aten.to.other,
+    aten.type_as.default,
+    aten._to_copy.default,
+)
 COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default)
 VIEWS = (aten.expand.default, aten.view.default, aten.reshape.default, aten.slice.Tensor, aten.flatten.using_ints)
 
@@ -46,5 +53,5 @@ def is_noop(node: fx.Node) -> bool:
     if node.target in COPIES:
         return True
     if node.target is aten.dropout.default:
-        return not node.args[2] or node.args[1] == 0
+        return bool(not node.args[2] or node.args[1] == 0)
     return node.target in VIEWS and before.get("sizes") == after.get("sizes")

@@ -9,7 +9,6 @@ import torch
 from torch import fx
 
 
-
 def mark_blocks(
     graph: fx.GraphModule, lists: frozenset[str] = frozenset(), pinned: Mapping[str, str] | None = None
 ) -> fx.GraphModule:
@@ -42,8 +41,8 @@ def _add_ports(graph: fx.GraphModule, nodes: list[fx.Node]) -> None:
     for number, value in enumerate(v for v in taken if "sizes" in v.meta):
         with graph.graph.inserting_before(first):
             port = graph.graph.call_function(torch.ops.aten.alias.default, (value,))
-        port.meta = {k: value.meta[k] for k in ("sizes", "dtype")} | dict(module=first.meta["block"], source=None, port=True)
-        port.meta |= {k: first.meta[k] for k in ("block", "segment", "kind")}
+        port.meta = {k: value.meta[k] for k in ("sizes", "dtype")} | dict(module=first.meta["block"], source=None)
+        port.meta |= {k: first.meta[k] for k in ("block", "segment", "kind")} | dict(port=True)
         port.meta["alias"] = (first.meta["kind"], "port", number)
         for node in nodes:
             node.replace_input_with(value, port)

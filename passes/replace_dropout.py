@@ -22,7 +22,8 @@ def replace_dropout(graph: fx.GraphModule) -> fx.GraphModule:
     first = next(n for n in graph.graph.nodes if n.op != "placeholder")
     with graph.graph.inserting_before(first):
         key = graph.graph.placeholder("key")
-    key.meta = dict(role="key", name="key", sizes=(), dtype=torch.int64, grad=False, module="", source=None, alias="key")
+    key.meta = dict(role="key", name="key", alias="key", module="", source=None)
+    key.meta |= dict(sizes=(), dtype=torch.int64, grad=False)
     folded: dict[int, fx.Node] = {}
     counts: dict[int, int] = {}
     for node in sites:

@@ -15,7 +15,7 @@ class Disagreement(ValueError):
 
 
 def together(action: Callable[[], T]) -> T:
-    """Run `action` on every rank; if it raises a ValueError on any, all ranks raise (that one's text, if not theirs)."""
+    """Run `action` on every rank; if it raises a ValueError on any, all raise (that one's text, if not their own)."""
     error: ValueError | None = None
     result: T | None = None
     try:
@@ -43,4 +43,5 @@ def alike(values: Sequence[Any], what: str, why: str, tries: str) -> None:
     odd = [rank for rank, value in enumerate(values) if value != values[0]]
     if odd:
         shown = "\n".join(f"  rank {rank:<3} {values[rank]}" for rank in [0, *odd[:4]])
-        raise Disagreement(f"{what} differ between ranks 0 and {', '.join(map(str, odd))}\n{shown}\n  why  {why}\n  try  {tries}")
+        ranks = ", ".join(map(str, odd))
+        raise Disagreement(f"{what} differ between ranks 0 and {ranks}\n{shown}\n  why  {why}\n  try  {tries}")

@@ -124,7 +124,8 @@ def measure(folder: Path) -> Outcome:
     parallel = nd.load(folder / "program.py", model)
     spec, rank = MeshSpec.parse(case.mesh), torch.distributed.get_rank()
     outcome = Outcome(case)
-    for number, (found, step) in enumerate(zip(steps_on_mesh(parallel, own_rows(batch, spec, rank)), exact, strict=True)):
+    taken = steps_on_mesh(parallel, own_rows(batch, spec, rank))
+    for number, (found, step) in enumerate(zip(taken, exact, strict=True)):
         local = replace(step, results=own_results(step.results, spec, rank))
         outcome.distances |= distances(number, found, local)
         own = replace(low[0][number], results=own_results(low[0][number].results, spec, rank)) if low else local

@@ -1,7 +1,7 @@
 """The equivalence matrix: every model of the zoo on every mesh of 2, 4 and 8 ranks of one or two axes.
 
-    pytest -m equivalence                the covering subset that CI runs
-    pytest -m "equivalence or full"      all of it
+pytest -m equivalence                the covering subset that CI runs
+pytest -m "equivalence or full"      all of it
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +46,11 @@ def llama(size: int) -> tuple[nn.Module, Batch]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
-    config = LlamaConfig(
+    settings: dict[str, Any] = dict(
         vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=32, use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip
-    return LlamaForCausalLM(config), _masked("input_ids", 131, size)
+    return LlamaForCausalLM(LlamaConfig(**settings)), _masked("input_ids", 131, size)
 
 
 def _masked(name: str, vocabulary: int, size: int, length: int = 8) -> Batch:
