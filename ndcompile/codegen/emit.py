@@ -1,4 +1,4 @@
-"""The emitted module: one class a distinct block, one for the root, a table of sizes, and no rank anywhere in the text."""
+"""The emitted module: one class a distinct block, one for the root, a table of sizes, and no rank in the text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ndcompile.codegen.segments import Call, Segment, calls, segments
 from ndcompile.codegen.sizes import SizeNames
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import COLLECTIVES, I, R
-from ndcompile.rules.registry import op_name, operands, signature
+from ndcompile.rules.registry import op_name, operands, results, signature
 
 RESERVED = frozenset(keyword.kwlist) | frozenset(
     "torch F self b s w rng data MESH Block Root abs pow sum max min all any slice int float bool list dict len range "
@@ -75,7 +75,7 @@ class _Emitter:
         lines = [f'"""{self.title}"""', "", "import torch", "import torch.nn.functional as F", ""]
         lines += _wrapped("from ndcompile.runtime import (", imports, ")")
         lines += ["", f'MESH = current("{"" if str(self.mesh) == "one rank" else self.mesh}"{extra})']
-        lines += [f'{axis_name(axes)} = MESH{list(axes) if len(axes) > 1 else [axes[0]]}'.replace("'", '"') for axes in sorted(self.axes)]
+        lines += [f"{axis_name(axes)} = MESH{list(axes)}".replace("'", '"') for axes in sorted(self.axes)]
         if self.sizes.table:
             rows = [f"{name} = {value}" for name, value in self.sizes.table.items()]
             lines += ["", "# sizes, of whole dims", *rows]
@@ -102,7 +102,8 @@ class _Emitter:
             lines += [f"        # {text}" for text in self._bucket_comments(segment)]
             lines += ["        with self.gathered() as w:"]
             lines += [f"            return self.compute({passed})", ""]
-            lines += ["    @staticmethod", f"    def compute({passed}):", *_indented(body, 8), f"        return {result}"]
+            lines += ["    @staticmethod", f"    def compute({passed}):"]
+            lines += [*_indented(body, 8), f"        return {result}"]
         return lines
 
     def _class_name(self, segment: Segment) -> str:
@@ -117,7 +118,8 @@ class _Emitter:
     def _weights(self, segment: Segment, margin: str) -> list[str]:
         lines = []
         for entry, name in zip(segment.entries, self._entry_names(segment), strict=True):
-            path = entry.parameter[len(segment.block) + 1 :] if _inside(entry.parameter, segment.block) else "/" + entry.parameter
+            inside = _inside(entry.parameter, segment.block)
+            path = entry.parameter[len(segment.block) + 1 :] if inside else "/" + entry.parameter
             arguments = [f'"{path}"']
             gather = {m.args[1]: m.kwargs["dim"] for m in entry.moves if op_name(m.target) == "runtime.all_gather"}
             reduce = [m.args[1] for m in entry.moves if op_name(m.target) == "runtime.replicate"]
@@ -178,14 +180,13 @@ class _Emitter:
             names[value] = "rng" if name == "rng_" else _fresh(name, used)
             parameters.append(names[value])
         names |= {port: names[value] for port, value in segment.ports.items()}
-        device = next(
-            (f"{names[v]}.device" for v in [*segment.inputs, *(e.node for e in segment.entries)]), '"cpu"'
-        )
+        device = next((f"{names[v]}.device" for v in [*segment.inputs, *(e.node for e in segment.entries)]), '"cpu"')
         writer = Writer(names, self.sizes, device)
-        last = {v: i for i, node in enumerate(segment.nodes) for v in operands(node)}
-        last |= {p: max((i for i, n in enumerate(segment.nodes) if p in operands(n)), default=-1) for p in segment.ports}
-        last |= {v: len(segment.nodes) for v in segment.outputs}
-        body = [self._statement(writer, node, i, last, used) for i, node in enumerate(segment.nodes)]
+        nodes = segment.nodes
+        last = {v: i for i, node in enumerate(nodes) for v in operands(node)}
+        last |= {p: max((i for i, n in enumerate(nodes) if p in operands(n)), default=-1) for p in segment.ports}
+        last |= {v: len(nodes) for v in segment.outputs}
+        body = [self._statement(writer, node, i, last, used) for i, node in enumerate(nodes)]
         self.axes |= writer.axes
         result = ", ".join(names[v] for v in segment.outputs) or "None"
         return parameters, self._measures(segment, names, body) + body, result
@@ -259,7 +260,7 @@ class _Emitter:
         used = set(RESERVED) | set(names.values()) | self._global_names()
         given = "".join(f", {names[n]}" for n in inputs)
         keyed = [n for n in self.graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "key"]
-        names |= {n: "rng" for n in keyed}
+        names |= dict.fromkeys(keyed, "rng")
         body: list[str] = []
         functions: list[str] = []
         tables: list[str] = []
@@ -272,7 +273,8 @@ class _Emitter:
             parameters, inner, result = self._function(segment)
             if segment.entries:
                 tables += [f'        "{title}": dict(', *self._weights(segment, "            "), "        ),"]
-            functions += ["", "    @staticmethod", f"    def {title}({', '.join((['w'] if segment.entries else []) + parameters)}):"]
+            taken = ", ".join((["w"] if segment.entries else []) + parameters)
+            functions += ["", "    @staticmethod", f"    def {title}({taken}):"]
             functions += [*_indented(inner, 8), f"        return {result}"]
             arguments = [self._argument(v, names) for v in segment.inputs]
             targets = ", ".join(self._target(v, names, used) for v in segment.outputs)
@@ -283,7 +285,7 @@ class _Emitter:
                 body.append(f"    {targets}self.{title}({', '.join(['w', *arguments])})")
             else:
                 body.append(f"{targets}self.{title}({', '.join(arguments)})")
-        results = [names[v] if isinstance(v, fx.Node) else repr(v) for v in self.graph.graph.output_node().args[0]]  # type: ignore[union-attr]
+        returned = [names[v] if isinstance(v, fx.Node) else repr(v) for v in results(self.graph)]
         lines = ["", "", f"class {self.root}(Root):"]
         lines += ["    weights = {", *tables, "    }"] if tables else []
         rows = {s.block: self._class_name(s) for s in self.segments if s.block}
@@ -292,7 +294,7 @@ class _Emitter:
             lines += [f'        "{path}": {name},' for path, name in _block_table(rows)]
             lines += ["    }"]
         lines += ["", f"    def forward(self{given}{', rng' if keyed else ''}):", *_indented(body, 8)]
-        lines += [f"        return ({', '.join(results)}{',' if len(results) == 1 else ''})", *functions]
+        lines += [f"        return ({', '.join(returned)}{',' if len(returned) == 1 else ''})", *functions]
         if keyed:
             self.runtime.add("fold")
         return lines
@@ -323,10 +325,11 @@ class _Emitter:
         first, final = call.segments[0], call.segments[-1]
         path, start = first.block.rsplit(".", 1)
         if len(call.segments) == 1:
-            arguments = ", ".join(self._argument(v, names) for v in first.inputs)
+            given = ", ".join(self._argument(v, names) for v in first.inputs)
             targets = ", ".join(self._target(v, names, used) for v in first.outputs)
-            return [f'{targets} = self.block("{first.block}")({arguments})']
-        lines, arguments = [], []
+            return [f'{targets} = self.block("{first.block}")({given})']
+        lines: list[str] = []
+        arguments: list[str] = []
         carried = dict(call.carried)
         for position, value in enumerate(first.inputs):
             if position in carried:
@@ -336,12 +339,14 @@ class _Emitter:
                 arguments.append(variable)
                 names[final.outputs[carried[position]]] = variable
             elif value.meta.get("role") == "fold":
-                arguments.append(f"fold(rng, {int(value.args[1])} + i)" if value.args[1] else "fold(rng, i)")
+                number = value.args[1]
+                arguments.append(f"fold(rng, {number} + i)" if number else "fold(rng, i)")
             else:
                 arguments.append(self._argument(value, names))
         numbered = any("fold(rng" in a for a in arguments)
         stop = int(start) + len(call.segments)
-        every = f'self.list("{path}", {start}, {stop})' if int(start) or stop != self._length(path) else f'self.list("{path}")'
+        whole = int(start) == 0 and stop == self._length(path)
+        every = f'self.list("{path}")' if whole else f'self.list("{path}", {start}, {stop})'
         lines.append(f"for {'i, ' if numbered else ''}block in {f'enumerate({every})' if numbered else every}:")
         targets = ", ".join(arguments[position] for position, _ in sorted(call.carried, key=lambda pair: pair[1]))
         lines.append(f"    {targets} = block({', '.join(arguments)})")
@@ -355,16 +360,15 @@ class _Emitter:
         if value.meta.get("role"):
             return False
         later = [s for s in self.segments if s.number > call.segments[0].number]
-        results = self.graph.graph.output_node().args[0]
-        return not any(value in s.inputs for s in later) and value not in results  # type: ignore[operator]
+        return not any(value in s.inputs for s in later) and value not in results(self.graph)
 
 
 UNSIGNED = frozenset({"_operator.getitem", "runtime.scale_gradient"})
 SHOWN = ("linear", "mm", "matmul", "embedding", "scaled_dot", "attention", "cross_entropy", "layer_norm", "addmm")
 RUNTIME = frozenset(
-    "replicate invariant shard partial shard_invariant partial_invariant all_gather all_gather_invariant all_to_all pad "
-    "all_reduce all_reduce_invariant reduce_scatter embedding cross_entropy dropout attention_with_dropout arange fold "
-    "scale_gradient".split()
+    "replicate invariant shard partial shard_invariant partial_invariant all_gather all_gather_invariant all_to_all "
+    "pad all_reduce all_reduce_invariant reduce_scatter embedding cross_entropy dropout attention_with_dropout arange "
+    "fold scale_gradient".split()
 )
 
 
