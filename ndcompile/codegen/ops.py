@@ -29,7 +29,9 @@ TORCH = frozenset(
     "rsqrt sqrt exp log sin cos tanh sigmoid abs erf where cumsum diff tril triu maximum minimum logical_and "
     "logical_or logical_not bmm addmm reciprocal log1p expm1 floor clamp isnan isinf zeros_like".split()
 )
-METHODS = frozenset("transpose permute unsqueeze squeeze t detach masked_fill amax amin argmax any all var select".split())
+METHODS = frozenset(
+    "transpose permute unsqueeze squeeze t detach masked_fill amax amin argmax any all var select".split()
+)
 DTYPE = {"aten.sum.default", "aten.sum.dim_IntList", "aten.mean.dim", "aten.mean.default"}
 
 
@@ -88,7 +90,7 @@ class Writer:
         return f"{op_name(node.target).split('.')[1]}({', '.join([self.text(value), self.axis(axis), *extra])})"
 
     def _kwarg(self, node: fx.Node, key: str, value: Any) -> str:
-        return self.sizes.whole(node, node.kwargs["dim"]) if key == "size" else repr(value)
+        return self.sizes.whole(node, arguments(node)["dim"]) if key == "size" else repr(value)
 
     def local_shape(self, node: fx.Node) -> list[str]:
         return [self.sizes.local(node, dim) for dim in range(len(node.meta["shape"]))]
@@ -123,7 +125,8 @@ def _filled(name: str) -> Callable[[Writer, fx.Node], str]:
     def write(w: Writer, node: fx.Node) -> str:
         shape = ", ".join(w.local_shape(node))
         fill = f", {w.text(arguments(node)['fill_value'])}" if name == "full" else ""
-        return f"torch.{name}(({shape}{',' if len(node.meta['shape']) == 1 else ''}){fill}, dtype={node.meta['dtype']}, device={w.device})"
+        tail = "," if len(node.meta["shape"]) == 1 else ""
+        return f"torch.{name}(({shape}{tail}){fill}, dtype={node.meta['dtype']}, device={w.device})"
 
     return write
 
@@ -158,13 +161,14 @@ def _slice(w: Writer, node: fx.Node) -> str:
 
 
 def _index(w: Writer, node: fx.Node) -> str:
-    listed = [w.text(i) if i is not None else ":" for i in node.args[1]]
-    return f"{w.text(node.args[0])}[{', '.join(listed)}]"
+    given = arguments(node)
+    listed = [w.text(i) if i is not None else ":" for i in given["indices"]]
+    return f"{w.text(given['self'])}[{', '.join(listed)}]"
 
 
 def _split(w: Writer, node: fx.Node) -> str:
     given = arguments(node)
-    size = given.get("split_size", given.get("split_sizes"))
+    size: Any = given.get("split_size", given.get("split_sizes"))
     dim, source = given["dim"] % len(given["self"].meta["shape"]), given["self"]
     text = (
         w.sizes.fraction(source, dim, size)
@@ -205,10 +209,8 @@ def _shards(w: Writer, node: fx.Node) -> str:
 
 
 def _uneven(w: Writer, node: fx.Node) -> str:
-    sizes = node.meta["shape"]
-    odd = [
-        d for d, axes in enumerate(node.meta["layout"].dims) if axes and not sizes[d].divides_by(w.sizes.mesh.size(*axes))
-    ]
+    shape, ranks = node.meta["shape"], w.sizes.mesh.size
+    odd = [d for d, axes in enumerate(node.meta["layout"].dims) if axes and not shape[d].divides_by(ranks(*axes))]
     return f", sizes={{{', '.join(f'{d}: {w.sizes.whole(node, d)}' for d in odd)}}}" if odd else ""
 
 
@@ -228,7 +230,8 @@ def _layer_norm(w: Writer, node: fx.Node) -> str:
     shape = "".join(f"{w.sizes.whole(node, d)}, " for d in range(rank - count, rank))
     rest = [w.text(given[k]) for k in ("weight", "bias") if k in given]
     base = op_name(node.target).split(".")[1]
-    return f"F.{base}({w.text(node.args[0])}, ({shape.rstrip() if count == 1 else shape[:-2]}), {', '.join(rest)}, eps={given['eps']})"
+    shape = shape.rstrip() if count == 1 else shape[:-2]
+    return f"F.{base}({w.text(node.args[0])}, ({shape}), {', '.join(rest)}, eps={given['eps']})"
 
 
 def _reduction(name: str) -> Callable[[Writer, fx.Node], str]:
@@ -247,9 +250,10 @@ def _scale_gradient(w: Writer, node: fx.Node) -> str:
     return f"scale_gradient({w.text(node.args[0])}, 1 / {w.axis(node.meta['data_axes'])}.size)"
 
 
-RESHAPES = tuple(
-    f"aten.{name}" for name in "view.default reshape.default _unsafe_view.default squeeze.default squeeze.dim squeeze.dims".split()
-)
+RESHAPES = (
+    "aten.view.default", "aten.reshape.default", "aten._unsafe_view.default",
+    "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
+)  # fmt: skip
 """Written with all sizes: a squeeze would also drop a dim that is of size 1 on this rank only."""
 
 SPECIAL: dict[str, Callable[[Writer, fx.Node], str]] = {
