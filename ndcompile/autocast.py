@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-LOWER = frozenset(
-    "linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d scaled_dot_product_attention".split()
-)
+LOWER = frozenset("linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d scaled_dot_product_attention".split())
 """Run in the autocast dtype."""
 
 FLOAT32 = frozenset(

@@ -106,10 +106,9 @@ def write_dump(path: Path, name: str, seconds: float, graph: fx.GraphModule) -> 
     """One graph as a Python file, headed by the pass that made it and its time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     code = graph.graph.python_code("self", verbose=False)
-    layouts = [
-        f"# {n.name:<40} {n.meta['layout']}" for n in graph.graph.nodes if n.meta.get("layout") is not None
-    ]
-    head = [f'"""The graph after {name}, which took {seconds * 1e3:.1f} ms."""', "import torch", "from torch import device"]
+    layouts = [f"# {n.name:<40} {n.meta['layout']}" for n in graph.graph.nodes if n.meta.get("layout") is not None]
+    head = [f'"""The graph after {name}, which took {seconds * 1e3:.1f} ms."""']
+    head += ["import torch", "from torch import device"]
     head += [f"{key} = {_import_text(value)}" for key, value in code.globals.items() if key not in ("torch", "device")]
     path.write_text("\n".join([*head, code.src, *(["# layouts", *layouts] if layouts else [])]) + "\n")
 

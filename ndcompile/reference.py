@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from ndcompile.rules.registry import results
 from ndcompile.runtime.manifest import Manifest
 from ndcompile.runtime.random import draw_key
 
@@ -24,8 +25,8 @@ class Reference(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors = self._manifest.tensors(args, kwargs)
-        results = run(self._graph[0], self.model, dict(zip(self._manifest.inputs, tensors, strict=True)))
-        return pytree.tree_unflatten(results, self._manifest.output_spec)
+        found = run(self._graph[0], self.model, dict(zip(self._manifest.inputs, tensors, strict=True)))
+        return pytree.tree_unflatten(found, self._manifest.output_spec)
 
 
 def run(graph: fx.GraphModule, model: nn.Module, inputs: dict[str, Tensor]) -> list[Any]:
@@ -41,7 +42,7 @@ def run(graph: fx.GraphModule, model: nn.Module, inputs: dict[str, Tensor]) -> l
             if "device" in kwargs:
                 kwargs = dict(kwargs) | dict(device=device)
             values[node] = node.target(*args, **kwargs)
-    return list(fx.node.map_arg(graph.graph.output_node().args[0], lambda n: values[n]))
+    return [values[v] if isinstance(v, fx.Node) else v for v in results(graph)]
 
 
 def _placeholder(node: fx.Node, held: dict[str, Tensor], inputs: dict[str, Tensor], device: Any) -> Any:

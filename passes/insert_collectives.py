@@ -14,14 +14,14 @@ from ndcompile.mesh import MeshSpec
 from ndcompile.placement import I, Layout, Placement, R
 from ndcompile.precision import Precision
 from ndcompile.route import Move, route
-from ndcompile.rules.registry import operands
+from ndcompile.rules.registry import operands, results
 
 
 def insert_collectives(graph: fx.GraphModule, mesh: MeshSpec, precision: Precision) -> fx.GraphModule:
     """Convert each value from its layout to the one that a use wants, once for all uses in a segment.
 
-    A parameter's way from where it lies to where compute takes it (`S→R`, `I→R`) is marked `bucket`: a segment's are one
-    collective an axis. Each conversion says in which dtype each side communicates. Reads `layout`, `stored` and
+    A parameter's way from where it lies to where compute takes it (`S→R`, `I→R`) is marked `bucket`: a segment's are
+    one collective an axis. Each conversion says in which dtype each side communicates. Reads `layout`, `stored` and
     `wanted`. Afterwards `no_implicit_communication` holds.
     """
     inserter = _Inserter(graph, mesh, precision)
@@ -181,14 +181,14 @@ def _by_value(node: fx.Node) -> list[list[Layout]]:
 
 
 def _convert_results(inserter: _Inserter, graph: fx.GraphModule) -> None:
-    """Results in the layouts of the contract; what is sharded on its batch takes outside gradients as a mean of ranks."""
+    """Results in the layouts of the contract; one sharded on its batch takes outside gradients as a mean of ranks."""
     output, mesh = graph.graph.output_node(), inserter.mesh
     last = max((n.meta["segment"] for n in graph.graph.nodes if n.meta.get("segment") is not None), default=0)
     output.meta |= dict(segment=last, block="", kind=None, module="", source=None)
     data = tuple(a for a in mesh.names if KINDS[mesh[a].kind].shards_batch)
     layouts = iter(output.meta["wanted"])
     converted: list[Any] = []
-    for value in output.args[0]:
+    for value in results(graph):
         if not isinstance(value, fx.Node):
             converted.append(value)
             continue
@@ -196,8 +196,8 @@ def _convert_results(inserter: _Inserter, graph: fx.GraphModule) -> None:
         if data and new.meta["grad"] and _sharded(new.meta["layout"].on(data[0])):
             with graph.graph.inserting_before(output):
                 scaled = graph.graph.call_function(runtime.scale_gradient, (new, 1 / mesh.size(*data)))
-            scaled.meta = {k: new.meta[k] for k in (*KEPT, "layout")} | dict(segment=last, block="", module="", source=None)
-            scaled.meta["data_axes"] = data
+            scaled.meta = {k: new.meta[k] for k in (*KEPT, "layout")} | dict(segment=last, block="", data_axes=data)
+            scaled.meta |= dict(module="", source=None)
             new = scaled
         converted.append(new)
     output.args = (tuple(converted),)

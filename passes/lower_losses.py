@@ -114,7 +114,8 @@ def _cross_entropy(build: _Builder, node: fx.Node) -> fx.Node:
 
     reduced = _reduced(build, losses, given["reduction"], count)
     if given["reduction"] == NONE and node.meta["sizes"] != tokens:
-        reduced = build(aten.reshape.default, reduced, list(node.meta["sizes"]), sizes=node.meta["sizes"], dtype=node.meta["dtype"])
+        sizes, dtype = node.meta["sizes"], node.meta["dtype"]
+        reduced = build(aten.reshape.default, reduced, list(sizes), sizes=sizes, dtype=dtype)
     return reduced
 
 
