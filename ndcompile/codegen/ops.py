@@ -58,7 +58,8 @@ class Writer:
             return f"torch.{base}({self.listed(node)})"
         if base in METHODS:
             return f"{self.text(node.args[0])}.{base}({self.listed(node, skip=1)})"
-        return f"{name if not name.startswith('aten.') else 'torch.ops.' + name}({self.listed(node)})"
+        is_op = isinstance(node.target, torch._ops.OpOverload)  # of torch, or a user's own
+        return f"{'torch.ops.' if is_op else ''}{name}({self.listed(node)})"
 
     def listed(self, node: fx.Node, skip: int = 0) -> str:
         """The arguments as written, keywords by name."""
