@@ -12,7 +12,7 @@ from torch import nn
 
 from ndcompile import bind, pipeline, planning
 from ndcompile.capture import DynamicDims, Inputs, capture
-from ndcompile.codegen.emit import Names, emit
+from ndcompile.codegen.emit import Names
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshLike, MeshSpec
 from ndcompile.precision import Precision
@@ -57,22 +57,19 @@ def compile(
         model, example, compute=precision.compute, float64=float64, dynamic_dims=dynamic_dims, autocast=autocast
     )
     times = {"capture": time.perf_counter() - begin}
-    if folder is not None:
-        pipeline.write_dump(folder / "0_capture.py", "capture", times["capture"], captured.graph)
     lists = frozenset(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     names = planning.pinned_names(model, pins)
-    job = pipeline.Job(captured.graph, spec, precision, pins, names, lists, outputs == "local", times=times)
+    title = f"{type(model).__name__} on {spec}: emitted by ndcompile."
+    job = pipeline.Job(
+        captured.graph, spec, precision, pins, names, lists, _names(model), title, outputs == "local", times=times
+    )
     pipeline.run(job, folder)
-    begin = time.perf_counter()
-    emitted = emit(job.graph, spec, _names(model), f"{type(model).__name__} on {spec}: emitted by ndcompile.")
-    times["codegen"] = time.perf_counter() - begin
-    if folder is not None:
-        headline = f"# codegen, which took {times['codegen'] * 1e3:.1f} ms\n"
-        (folder / f"{len(pipeline.PIPELINE) + 1}_codegen.py").write_text(headline + emitted.source)
-    assert job.reference is not None, "the pipeline keeps the reference"
+    assert job.reference and job.local and job.emitted, "the pipeline has run all its steps"
     parameters = planning.parameters(model, job.graph, spec)
-    manifest = planning.manifest(model, example, captured, job, emitted, parameters, autocast)
-    return Program(emitted.source, manifest, spec, job.graph, job.reference, parameters, job.problems, times)
+    manifest = planning.manifest(model, example, captured, job, parameters, autocast)
+    return Program(
+        job.emitted.source, manifest, spec, job.graph, job.local, job.reference, parameters, job.problems, times
+    )
 
 
 def parallelize(

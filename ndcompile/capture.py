@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ndcompile.autocast import Autocast, casts
 from ndcompile.errors import CompileError
 
 BATCH, SEQUENCE = sympy.Symbol("b", positive=True, integer=True), sympy.Symbol("s", positive=True, integer=True)
@@ -41,8 +44,6 @@ class Inputs:
 
     def named(self, model: nn.Module) -> dict[str, Any]:
         """Every leaf with a name that a user would give it: the parameter of `forward`, dotted where nested."""
-        import inspect
-
         signature = inspect.signature(model.forward)
         try:
             bound = signature.bind(*self.args, **self.kwargs).arguments
@@ -78,13 +79,13 @@ def capture(
     compute: torch.dtype | None = None,
     float64: bool = False,
     dynamic_dims: DynamicDims | None = None,
-    autocast: torch.dtype | None = None,
+    autocast: Autocast | None = None,
 ) -> Captured:
     """Trace the model in its present mode on meta tensors; the model is left as it is.
 
     Placeholders carry `role` (parameter, buffer, constant, input) and `name`; every node carries `sizes` (sympy, in `b`
     and `s`), `dtype`, `module`, `source`. `compute` casts parameters before tracing; `float64` makes every floating
-    value a float64 one (tests and verify only); `autocast` is the dtype of an ambient autocast.
+    value a float64 one (tests and verify only); `autocast` is the one that capture stands under.
     """
     refuse_hooks(model)
     twin, constants = on_meta(model)
@@ -103,6 +104,7 @@ def capture(
     _propagate_dtypes(graph, traced)
     _label_nodes(graph, _roles(graph, symbols))
     _make_functional(graph)
+    _refuse_returned_parameters(graph)
     spec = exported.call_spec.out_spec
     assert spec is not None, "export returns the structure of its outputs"
     plain = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
@@ -137,7 +139,7 @@ def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
         )
     attributes: dict[int, Tensor] = {}
     for module in model.modules():
-        for value in vars(module).values():
+        for value in pytree.tree_leaves(list(vars(module).values())):
             if isinstance(value, Tensor) and id(value) not in memo:
                 memo[id(value)] = torch.empty_like(value, device="meta")
                 attributes[id(memo[id(value)])] = value
@@ -182,30 +184,41 @@ def _export(
     symbols: Mapping[str, Mapping[int, str]],
     traced: Mapping[str, Any],
 ) -> torch.export.ExportedProgram:
-    leaves, spec = pytree.tree_flatten((example.args, example.kwargs), is_leaf=lambda v: v is None)
-    queue = iter(traced.values())
-    args, kwargs = pytree.tree_unflatten([next(queue) for _ in leaves], spec)
-    dims = {
-        name: dict.fromkeys(symbols[name], torch.export.Dim.AUTO) if isinstance(value, Tensor) else None
+    """Every tensor in the place where the call has it, by the parameter of `forward` that takes it."""
+    bound = inspect.signature(model.forward).bind(*example.args, **example.kwargs)
+    leaves, spec = pytree.tree_flatten(dict(bound.arguments), is_leaf=lambda v: v is None)
+    assert len(leaves) == len(named), "each leaf has a name"
+    dims = [
+        dict.fromkeys(symbols[name], torch.export.Dim.AUTO) if isinstance(value, Tensor) else None
         for name, value in named.items()
-    }
-    rows = iter(dims.values())
-    shapes = pytree.tree_unflatten([next(rows) for _ in leaves], spec)
-    positional, keyword = shapes
-    names = list(_forward_names(model))[: len(args)]
+    ]
+    shapes = pytree.tree_unflatten(dims, spec)
+    bound.arguments.update(pytree.tree_unflatten(list(traced.values()), spec))
     try:
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            return torch.export.export(
-                model, args, kwargs, dynamic_shapes=dict(zip(names, positional, strict=True)) | keyword, strict=False
-            )
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), WhereInputsAre():
+            return torch.export.export(model, bound.args, bound.kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # whatever stops the tracer is an error of the model's, told as one
         raise _not_captured(model, error) from error
 
 
-def _forward_names(model: nn.Module) -> Iterator[str]:
-    import inspect
+FACTORIES = frozenset(
+    {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros}
+    | {torch.rand, torch.randint, torch.randn, torch.randperm, torch.tril_indices, torch.triu_indices}
+)
 
-    yield from inspect.signature(model.forward).parameters
+
+class WhereInputsAre(TorchFunctionMode):
+    """Tensors that a model makes without saying a device are made where its inputs are: while traced, on meta."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") is not None or function not in FACTORIES | {torch.tensor}:
+            return function(*args, **kwargs)
+        if function is torch.tensor:
+            return function(*args, **kwargs).to("meta")  # the values stay in the graph, as a constant
+        return function(*args, **kwargs | {"device": "meta"})
 
 
 def _fakes(
@@ -249,6 +262,13 @@ def _not_captured(model: nn.Module, error: Exception) -> CompileError:
             source=source,
             why="its control flow depends on the values of tensors",
             tries="torch.where instead of if on a tensor",
+        )
+    if "register a pytree" in text:
+        return CompileError(
+            f"{type(model).__name__} returns or takes a class that cannot be taken apart",
+            source=source,
+            why=text.strip().splitlines()[0].split(". ")[0],
+            tries="torch.export.register_dataclass(TheClass), or a dict",
         )
     return CompileError(
         f"{type(model).__name__} cannot be traced with the example inputs",
@@ -301,22 +321,25 @@ def _label_placeholders(
 
 
 def _refuse_mutation(exported: torch.export.ExportedProgram) -> None:
-    mutated = [*exported.graph_signature.buffers_to_mutate.values(), *exported.graph_signature.user_inputs_to_mutate]
-    if mutated:
-        raise CompileError(
-            f"forward changes {', '.join(map(repr, mutated))} in place",
-            why="an update of a buffer or an input is not compiled yet",
-            tries=("model.eval()", "return the new value instead"),
-        )
+    signature = exported.graph_signature
+    for name in (*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate):
+        raise _mutation(f"'{name}'")
 
 
-def _inline_regions(graph: fx.GraphModule, autocast: torch.dtype | None) -> None:
-    """Put the bodies of no-grad and autocast regions in line: autocast as explicit casts, no-grad as `detach`."""
-    from ndcompile.autocast import casts
+def _mutation(what: str, node: fx.Node | None = None) -> CompileError:
+    return CompileError(
+        f"forward changes {what} in place",
+        node=None if node is None else f"%{node.name}   {node.meta['module']}".rstrip(),
+        source=None if node is None else node.meta["source"],
+        why="an update of what outlives the call is not compiled yet",
+        tries=("return the new value instead", "model.eval(), where only training updates it"),
+    )
 
-    for node in list(graph.graph.nodes):
-        if node.op == "call_function" and autocast is not None:
-            casts(graph.graph, node, autocast)
+
+def _inline_regions(graph: fx.GraphModule, autocast: Autocast | None) -> None:
+    """Put the bodies of no-grad and autocast regions in line: no-grad as `detach`; each node knows its autocast."""
+    for node in graph.graph.nodes:
+        node.meta["autocast"] = autocast
     while regions := [n for n in graph.graph.nodes if str(n.target).startswith("wrap_with_")]:
         for node in regions:
             _inline(graph, node)
@@ -324,14 +347,12 @@ def _inline_regions(graph: fx.GraphModule, autocast: torch.dtype | None) -> None
 
 
 def _inline(graph: fx.GraphModule, node: fx.Node) -> None:
-    from ndcompile.autocast import casts
-
     grad_region = "set_grad" in str(node.target)
     at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
     settings, body_node, inputs = node.args[:at], node.args[at], node.args[at + 1 :]
     assert isinstance(body_node, fx.Node)
     body = getattr(graph, str(body_node.target))
-    dtype: Any = None if grad_region or not settings[2] else settings[1] or torch.get_autocast_dtype(str(settings[0]))
+    inside = node.meta["autocast"] if grad_region else _autocast_of(settings)
     stops = grad_region and not settings[0]
     copied: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
     with graph.graph.inserting_before(node):
@@ -339,6 +360,7 @@ def _inline(graph: fx.GraphModule, node: fx.Node) -> None:
             if inner.op in ("placeholder", "output"):
                 continue
             new = graph.graph.node_copy(inner, lambda n: copied[n])
+            new.meta["autocast"] = inside
             if inner.op == "get_attr":
                 setattr(graph, str(inner.target), getattr(body, str(inner.target)))
             if stops and isinstance(new.meta.get("val"), Tensor) and new.meta["val"].is_floating_point():
@@ -347,8 +369,6 @@ def _inline(graph: fx.GraphModule, node: fx.Node) -> None:
                 copied[inner] = cut
             else:
                 copied[inner] = new
-            if dtype is not None and new.op == "call_function":
-                casts(graph.graph, new, dtype)
     results = fx.node.map_arg(body.graph.output_node().args[0], lambda n: copied[n])
     for user in list(node.users):
         assert user.target is operator.getitem, "a region's results are taken by getitem"
@@ -357,6 +377,12 @@ def _inline(graph: fx.GraphModule, node: fx.Node) -> None:
     graph.graph.erase_node(node)
     if not body_node.users:
         graph.graph.erase_node(body_node)
+
+
+def _autocast_of(settings: Sequence[Any]) -> Autocast | None:
+    """From the arguments of an autocast region: device, dtype, enabled."""
+    device, dtype, enabled = str(settings[0]), settings[1], settings[2]
+    return Autocast(device, dtype or torch.get_autocast_dtype(device)) if enabled else None
 
 
 def widen_casts(graph: fx.GraphModule) -> None:
@@ -371,26 +397,43 @@ def widen_casts(graph: fx.GraphModule) -> None:
 
 
 def _propagate_dtypes(graph: fx.GraphModule, traced: Mapping[str, Any]) -> None:
-    """Set every node's `dtype` by running it on meta tensors of the traced sizes, since casts may have changed it."""
+    """Set every node's `dtype` by running it on meta tensors of the traced sizes, with the casts of its autocast."""
     for node in list(graph.graph.nodes):
         if "_assert_tensor_metadata" in str(node.target):
             graph.graph.erase_node(node)
     values: dict[fx.Node, Any] = {}
-    with torch.no_grad():
-        for node in graph.graph.nodes:
+
+    def floating(node: fx.Node) -> torch.dtype | None:
+        value = values.get(node)
+        return value.dtype if isinstance(value, Tensor) and value.is_floating_point() else None
+
+    def compute(node: fx.Node) -> None:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+        value = values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        first = value[0] if isinstance(value, (list, tuple)) and value else value
+        if isinstance(first, Tensor):
+            node.meta["dtype"] = first.dtype
+
+    with torch.no_grad(), torch.device("meta"):
+        for node in list(graph.graph.nodes):
             if node.op == "placeholder":
-                given, role = node.meta["val"], node.meta["role"]
-                plain = torch.empty(given.shape, dtype=given.dtype, device="meta") if role != "input" else None
-                values[node] = traced[node.meta["name"]] if plain is None else plain
+                values[node] = _plain_value(node, traced)
+                if isinstance(values[node], Tensor):
+                    node.meta["dtype"] = values[node].dtype
             elif node.op == "call_function":
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-                values[node] = node.target(*args, **kwargs)
-            value = values.get(node)
-            if isinstance(value, (list, tuple)) and value:
-                value = value[0]
-            if isinstance(value, Tensor):
-                node.meta["dtype"] = value.dtype
+                if node.meta["autocast"] is not None:
+                    casts(graph.graph, node, node.meta["autocast"], floating)
+                for cast in node.all_input_nodes:
+                    if cast not in values:
+                        compute(cast)
+                compute(node)
     graph.recompile()
+
+
+def _plain_value(node: fx.Node, traced: Mapping[str, Any]) -> Any:
+    if node.meta["role"] == "input":
+        return traced[node.meta["name"]]
+    return torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device="meta")
 
 
 def _roles(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) -> dict[sympy.Symbol, sympy.Symbol]:
@@ -466,6 +509,16 @@ def _source(node: fx.Node) -> str | None:
     return f"{Path(path).name}:{number}   {code.strip()}"
 
 
+def _refuse_returned_parameters(graph: fx.GraphModule) -> None:
+    for value in graph.graph.output_node().all_input_nodes:
+        if value.op == "placeholder" and value.meta["role"] in ("parameter", "buffer"):
+            raise CompileError(
+                f"forward returns {value.meta['role']} '{value.meta['name']}' itself",
+                why="between steps each rank holds a part of it",
+                tries="model.get_parameter(name), outside of forward",
+            )
+
+
 ALIASING = ("view", "reshape", "transpose", "slice", "select", "expand", "unsqueeze", "squeeze", "permute", "split")
 
 
@@ -483,11 +536,14 @@ def _make_functional(graph: fx.GraphModule) -> None:
             or any(word in str(changed.target) for word in ALIASING)
             or any(any(word in str(user.target) for word in ALIASING) for user in changed.users)
         )
+        if isinstance(changed, fx.Node) and changed.op == "placeholder":
+            raise _mutation(f"{changed.meta['role']} '{changed.meta['name']}'", node)
         if overload is None or aliased or not isinstance(changed, fx.Node):
             raise CompileError(
                 f"{node.target} changes a tensor in place that other names share",
-                node=f"%{node.name}   {node.meta['module']}",
+                node=f"%{node.name}   {node.meta['module']}".rstrip(),
                 source=node.meta["source"],
+                why="a view of it would have to change too",
                 tries="the same without in-place: y = f(x)",
             )
         node.target = overload

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ndcompile.errors import CompileError
-from ndcompile.mesh import MeshSpec
+from ndcompile.mesh import MeshAxis, MeshSpec
 from ndcompile.placement import COLLECTIVES, CONVERSIONS, REDUCING, I, Layout, P, Placement, R, S
 
 
@@ -32,6 +32,13 @@ def no_noops(graph: fx.GraphModule, mesh: MeshSpec) -> None:
         same = name == "aten.to.dtype" and _tensor(node.args[0]).meta["dtype"] == node.meta["dtype"]
         if same or name in COPIES:
             raise _broken(f"{name} changes nothing", node, "it would be given a layout and a cost of its own")
+
+
+def no_fixed_device(graph: fx.GraphModule, mesh: MeshSpec) -> None:
+    """No op names a device: each rank has its own."""
+    for node in _ops(graph):
+        if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
+            raise _broken(f"{node.target} makes its result on a fixed device", node, "each rank has its own device")
 
 
 def no_hidden_randomness(graph: fx.GraphModule, mesh: MeshSpec) -> None:
@@ -94,7 +101,7 @@ def conversions_are_rows(graph: fx.GraphModule, mesh: MeshSpec) -> None:
         before = value.meta["stored"] if "stored" in value.meta and node.meta["bucket"] else value.meta["layout"]
         after = node.meta["layout"]
         for axis in move.axes:
-            if before.on(axis) != move.source or after.on(axis) != move.target:
+            if not _is(before.on(axis), move.source, value.meta["grad"]) or after.on(axis) != move.target:
                 raise _broken(
                     f"{row.name} turns '{before}' into '{after}'",
                     node,
@@ -109,7 +116,8 @@ def conversions_are_rows(graph: fx.GraphModule, mesh: MeshSpec) -> None:
 
 def _check_arguments(node: fx.Node, name: str, source: Placement, target: Placement, axes: tuple[str, ...]) -> None:
     """The call says what its row says: over which axes, and along which dims."""
-    given = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    assert isinstance(node.args[1], MeshAxis), "a conversion's second argument is its axes"
+    given = node.args[1].names
     if source.kind == target.kind:
         dims, due = [node.kwargs.get("source"), node.kwargs.get("target")], [source.dim, target.dim]
     else:
@@ -340,6 +348,11 @@ def _agrees(here: Layout, wanted: Layout, grad: bool) -> bool:
         return False
     mine, theirs = dict(here.rest), dict(wanted.rest)
     return all(p == theirs.get(a, R) or (not grad and p.whole and theirs.get(a, R).whole) for a, p in mine.items())
+
+
+def _is(here: Placement, wanted: Placement, grad: bool) -> bool:
+    """Without a gradient there is one replicated placement."""
+    return here == wanted or (not grad and here.whole and wanted.whole)
 
 
 def _any_of(placements: set[Placement]) -> str:

@@ -8,7 +8,7 @@ cost as much as one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,6 +45,18 @@ class Problem:
         kept = [i for i, row in enumerate(self.rows[key]) if keep(row)]
         self.rows[key] = [self.rows[key][i] for i in kept]
         self.costs[key] = [self.costs[key][i] for i in kept]
+
+
+def moved_bytes(problem: Problem, chosen: Mapping[Key, Row]) -> float:
+    """Bytes that the conversions of a choice send, forward and backward, each counted once where it stands."""
+    paid = {}
+    for edge, cost in problem.edges.items():
+        source, target = chosen[edge.producer].output, chosen[edge.user].operands[edge.operand]
+        volume = getattr(cost, "volume", None)
+        if volume is not None and source != target:
+            times = max(problem.weights[edge.place], 1)
+            paid[edge.producer, edge.place, source, target] = volume(source, target) * times
+    return float(sum(paid.values()))
 
 
 class Infeasible(ValueError):

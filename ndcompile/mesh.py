@@ -143,6 +143,20 @@ MeshLike = MeshSpec | str | Mapping[str, int] | object
 """What users write for a mesh: text, a mapping, a `MeshSpec` or a named torch `DeviceMesh`."""
 
 
+@dataclass(frozen=True)
+class MeshAxis:
+    """Names of axes as an argument in a graph; prints as what it is in the mesh in use, so that dumped graphs run.
+
+    >>> MeshAxis(("tp",))
+    MESH['tp']
+    """
+
+    names: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"MESH[{', '.join(map(repr, self.names))}]"
+
+
 def _coordinates(axes: list[Axis]) -> Iterator[list[tuple[str, int]]]:
     for places in itertools.product(*(range(axis.size) for axis in axes)):
         yield list(zip((axis.name for axis in axes), places, strict=True))

@@ -14,9 +14,12 @@ from torch import fx
 
 from ndcompile import checks
 from ndcompile.choose import Problem
+from ndcompile.codegen.emit import Emitted, Names, emit
 from ndcompile.mesh import MeshSpec
 from ndcompile.passes.drop_noops import drop_noops
+from ndcompile.passes.follow_device import follow_device
 from ndcompile.passes.insert_collectives import insert_collectives
+from ndcompile.passes.localize_sizes import localize_sizes
 from ndcompile.passes.lower_losses import lower_losses
 from ndcompile.passes.mark_blocks import mark_blocks
 from ndcompile.passes.propagate_layouts import Pins, propagate_layouts
@@ -37,8 +40,12 @@ class Job:
     pins: Pins
     pinned_names: dict[str, str]
     lists: frozenset[str]
+    names: Names
+    title: str
     local_outputs: bool = False
     reference: fx.GraphModule | None = None
+    emitted: Emitted | None = None
+    local: fx.GraphModule | None = None
     problems: dict[str, Problem] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
 
@@ -56,18 +63,32 @@ def _propagate(job: Job) -> None:
     job.problems = propagate_layouts(job.graph, job.mesh, job.pins, job.local_outputs)
 
 
+def _emit(job: Job) -> None:
+    job.emitted = emit(job.graph, job.mesh, job.names, job.title)
+
+
 def _keep_reference(job: Job) -> None:
-    job.reference = fx.GraphModule(job.graph, job.graph.graph.__class__())
-    copied: dict[fx.Node, fx.Node] = {}
-    output = job.reference.graph.graph_copy(job.graph.graph, copied)  # type: ignore[arg-type]
-    job.reference.graph.output(output)
-    for node, twin in copied.items():
+    job.reference = copied(job.graph)
+
+
+def _localize(job: Job) -> None:
+    job.local = localize_sizes(copied(job.graph), job.mesh)
+
+
+def copied(graph: fx.GraphModule) -> fx.GraphModule:
+    """A graph of its own with the same nodes and what is known of them."""
+    new, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    output = new.graph_copy(graph.graph, nodes)
+    new.output(output)
+    for node, twin in nodes.items():
         twin.meta = dict(node.meta)
+    return fx.GraphModule(graph, new)
 
 
 PIPELINE: tuple[Step, ...] = (
     Step("drop_noops", lambda job: drop_noops(job.graph), (checks.no_noops,)),
     Step("lower_losses", lambda job: lower_losses(job.graph)),
+    Step("follow_device", lambda job: follow_device(job.graph), (checks.no_fixed_device,)),
     Step("mark_blocks", lambda job: mark_blocks(job.graph, job.lists, job.pinned_names)),
     Step("replace_dropout", lambda job: replace_dropout(job.graph), (checks.no_hidden_randomness,)),
     Step("keep_reference", _keep_reference),
@@ -84,11 +105,16 @@ PIPELINE: tuple[Step, ...] = (
             lambda graph, mesh: checks.ops_are_legal(graph, mesh, signature),
         ),
     ),
+    Step("codegen", _emit),
+    Step("localize_sizes", _localize),
 )
 
 
 def run(job: Job, dump: Path | None = None) -> Job:
-    """Run every step; raise where a check does not hold; write each step's graph to `dump` as Python."""
+    """Run every step; raise where a check does not hold; write each step's output to `dump` as Python."""
+    if dump is not None:
+        dump.mkdir(parents=True, exist_ok=True)
+        (dump / "00_capture.py").write_text(graph_text("capture", job.times.get("capture", 0.0), job.graph, job.mesh))
     for number, step in enumerate(PIPELINE, 1):
         begin = time.perf_counter()
         step.run(job)
@@ -98,19 +124,30 @@ def run(job: Job, dump: Path | None = None) -> Job:
             check(job.graph, job.mesh)
         job.times["checks"] = job.times.get("checks", 0.0) + time.perf_counter() - begin
         if dump is not None:
-            write_dump(dump / f"{number}_{step.name}.py", step.name, job.times[step.name], job.graph)
+            _dump(dump / f"{number:02}_{step.name}.py", step, job)
     return job
 
 
-def write_dump(path: Path, name: str, seconds: float, graph: fx.GraphModule) -> None:
-    """One graph as a Python file, headed by the pass that made it and its time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _dump(path: Path, step: Step, job: Job) -> None:
+    seconds = job.times[step.name]
+    if step.run is _emit and job.emitted is not None:
+        path.write_text(f"# {step.name}, which took {seconds * 1e3:.1f} ms\n{job.emitted.source}")
+    else:
+        path.write_text(graph_text(step.name, seconds, job.local or job.graph, job.mesh))
+
+
+def graph_text(name: str, seconds: float, graph: fx.GraphModule, mesh: MeshSpec) -> str:
+    """One graph as Python, headed by the pass that made it and its time: `forward` takes its placeholders.
+
+    Up to `propagate_layouts` it runs on one device, after `localize_sizes` on each rank of the mesh.
+    """
     code = graph.graph.python_code("self", verbose=False)
     layouts = [f"# {n.name:<40} {n.meta['layout']}" for n in graph.graph.nodes if n.meta.get("layout") is not None]
     head = [f'"""The graph after {name}, which took {seconds * 1e3:.1f} ms."""']
     head += ["import torch", "from torch import device"]
+    head += ["from ndcompile.runtime import current", f'MESH = current("{mesh}")']
     head += [f"{key} = {_import_text(value)}" for key, value in code.globals.items() if key not in ("torch", "device")]
-    path.write_text("\n".join([*head, code.src, *(["# layouts", *layouts] if layouts else [])]) + "\n")
+    return "\n".join([*head, code.src, *(["# layouts", *layouts] if layouts else [])]) + "\n"
 
 
 def _import_text(value: Any) -> str:

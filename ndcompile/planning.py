@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from ndcompile.autocast import Autocast
 from ndcompile.axes import KINDS
 from ndcompile.capture import Captured, Inputs, name_dims, on_meta
-from ndcompile.codegen.emit import Emitted
 from ndcompile.errors import CompileError
 from ndcompile.mesh import KINDS as AXIS_KINDS
 from ndcompile.mesh import MeshSpec
@@ -43,12 +43,12 @@ def examples(model: nn.Module) -> dict[str, Tensor]:
     return {"input_ids": ids} | ({"labels": ids.clone()} if "labels" in parameters else {})
 
 
-def ambient_autocast(model: nn.Module, example: Inputs) -> torch.dtype | None:
-    """The dtype of the autocast that compile is called under, for the device that the model is on."""
+def ambient_autocast(model: nn.Module, example: Inputs) -> Autocast | None:
+    """The autocast that compile is called under, for the device that the model is on."""
     device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), None)
     for kind in dict.fromkeys(filter(None, (device, "cuda", "cpu"))):
         if torch.is_autocast_enabled(kind):
-            return torch.get_autocast_dtype(kind)
+            return Autocast(kind, torch.get_autocast_dtype(kind))
     return None
 
 
@@ -126,11 +126,11 @@ def manifest(
     example: Inputs,
     captured: Captured,
     job: Job,
-    emitted: Emitted,
     found: Mapping[str, Parameter],
-    autocast: torch.dtype | None,
+    autocast: Autocast | None,
 ) -> Manifest:
     """All that binding needs, as plain data."""
+    assert job.emitted is not None, "the pipeline emits"
     first = {id(p): name for name, p in model.named_parameters()}
     aliases = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name}
     named = example.named(model)
@@ -140,9 +140,9 @@ def manifest(
     del symbols
     return Manifest(
         mesh=str(job.mesh),
-        root=emitted.root,
+        root=job.emitted.root,
         model=type(model).__name__,
-        flattened=emitted.flattened,
+        flattened=job.emitted.flattened,
         parameters=parameter_plans(found, {n: p.requires_grad for n, p in model.named_parameters()}),
         aliases=aliases,
         buffers=[name for name, _ in model.named_buffers()],
@@ -150,14 +150,23 @@ def manifest(
         input_plans=inputs,
         constants=captured.constants,
         outputs=[_output(v, job.mesh) for v in job.graph.graph.output_node().args[0]],  # type: ignore[union-attr]
-        output_text=pytree.treespec_dumps(captured.output_spec),
+        output_text=_spec_text(captured.output_spec),
         multiples=_multiples(job),
         compute=None if job.precision.compute is None else str(job.precision.compute),
         reduce=None if job.precision.reduce is None else str(job.precision.reduce),
-        autocast_text=None if autocast is None else str(autocast),
+        autocast_text=None if autocast is None else str(autocast.dtype),
         training=captured.training,
         random=bool([n for n in placeholders.values() if n.meta["role"] == "key"]),
+        _spec=captured.output_spec,
     )
+
+
+def _spec_text(spec: pytree.TreeSpec) -> str:
+    """The structure of the results as text; empty where a class in it has no name to be written by."""
+    try:
+        return pytree.treespec_dumps(spec)
+    except NotImplementedError:
+        return ""
 
 
 def _arguments(model: nn.Module) -> list[Argument]:

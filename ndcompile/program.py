@@ -52,13 +52,15 @@ class Parameter:
 class Program:
     """A compiled model, bound to no process: `str(program)` is the emitted source.
 
-    `graph` is the parallel graph, `reference` the one-device graph that it came from (both `torch.fx.GraphModule`).
+    `graph` is the parallel graph that was checked, `local_graph` the same with one rank's sizes, `reference` the
+    one-device graph that it came from (all `torch.fx.GraphModule`).
     """
 
     source: str
     manifest: Manifest
     mesh: MeshSpec
     graph: fx.GraphModule
+    local_graph: fx.GraphModule
     reference: fx.GraphModule
     parameters: dict[str, Parameter]
     problems: Mapping[str, Problem] = field(repr=False)
@@ -88,6 +90,12 @@ class Program:
     def save(self, path: str | Path) -> None:
         """Write the source to `path`, and what is needed to bind it to `path` with the suffix `.json`."""
         path = Path(path)
+        if not self.manifest.output_text:
+            raise CompileError(
+                "the program's results are of a class that cannot be written down",
+                why="loading would have to find the class again",
+                tries="torch.export.register_dataclass(TheClass, serialized_type_name=…), or a dict",
+            )
         path.write_text(self.source)
         path.with_suffix(".json").write_text(json.dumps(self.manifest.to_json(), indent=1))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -25,7 +26,8 @@ class Reference(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors = self._manifest.tensors(args, kwargs)
-        found = run(self._graph[0], self.model, dict(zip(self._manifest.inputs, tensors, strict=True)))
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            found = run(self._graph[0], self.model, dict(zip(self._manifest.inputs, tensors, strict=True)))
         return pytree.tree_unflatten(found, self._manifest.output_spec)
 
 
@@ -39,8 +41,6 @@ def run(graph: fx.GraphModule, model: nn.Module, inputs: dict[str, Tensor]) -> l
             values[node] = _placeholder(node, held, inputs, device)
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-            if "device" in kwargs:
-                kwargs = dict(kwargs) | dict(device=device)
             values[node] = node.target(*args, **kwargs)
     return [values[v] if isinstance(v, fx.Node) else v for v in results(graph)]
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from ndcompile import runtime
 from ndcompile.axes import KINDS
-from ndcompile.mesh import MeshSpec
+from ndcompile.mesh import MeshAxis, MeshSpec
 from ndcompile.placement import I, Layout, Placement, R
 from ndcompile.precision import Precision
 from ndcompile.route import Move, route
@@ -124,7 +124,7 @@ def _moved(layout: Layout, move: Move) -> Layout:
 
 
 def _arguments(value: fx.Node, move: Move, layout: Layout, mesh: MeshSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    axis = move.axes[0] if len(move.axes) == 1 else move.axes
+    axis = MeshAxis(move.axes)
     source, target = move.source, move.target
     if source.kind == target.kind == "S":
         return (value, axis), dict(source=source.dim, target=target.dim)
@@ -137,8 +137,8 @@ def _arguments(value: fx.Node, move: Move, layout: Layout, mesh: MeshSpec) -> tu
     size = value.meta["shape"][dim]
     if size.divides_by(others * mesh.size(*move.axes)):
         return (value, axis), dict(dim=dim)
-    assert others == 1, "only one axis may cut a dim unevenly"
-    return (value, axis), dict(dim=dim, size=size.coefficient)
+    assert size.divides_by(others), "only one axis may cut a dim unevenly"
+    return (value, axis), dict(dim=dim, size=size.coefficient // others)
 
 
 KEPT = ("shape", "sizes", "nbytes", "dtype", "grad")

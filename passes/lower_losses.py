@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -14,6 +13,7 @@ from torch import fx
 from ndcompile import runtime
 from ndcompile.errors import CompileError
 from ndcompile.rules.registry import arguments, describe
+from ndcompile.size_nodes import size_node
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
@@ -48,38 +48,12 @@ class _Builder:
         node.meta |= dict(sizes=sizes, dtype=dtype)
         return node
 
-    def size(self, expression: Any) -> Any:
-        """A global size as an argument: a number, or nodes that compute it from the inputs' sizes."""
-        if expression.is_Integer:
-            return int(expression)
-        if expression.is_Symbol:
-            return self._measure(expression)
-        operation = operator.add if expression.is_Add else operator.mul
-        parts = [base for factor in expression.args for base in _repeated(factor)]
-        total = self.size(parts[0])
-        for part in parts[1:]:
-            total = self._number(operation, total, self.size(part))
-        total.meta["size"] = expression
-        return total
-
-    def _measure(self, symbol: sympy.Symbol) -> fx.Node:
-        for node in self.graph.find_nodes(op="placeholder"):
-            for dim, size in enumerate(node.meta["sizes"]):
-                if size == symbol:
-                    measured = self._number(aten.sym_size.int, node, dim)
-                    measured.meta["size"] = symbol
-                    return measured
-        raise AssertionError(f"no input has a dim of size {symbol}")
-
-    def _number(self, target: Any, *args: Any) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        node.meta = dict(module="", source=None)
-        return node
-
-
-def _repeated(factor: sympy.Expr) -> list[sympy.Expr]:
-    base, exponent = factor.as_base_exp()
-    return [base] * int(exponent)
+    def size(self, of: fx.Node, dims: Sequence[int]) -> Any:
+        """The product of some dims' global sizes as an argument: a number, or nodes that compute it."""
+        number = size_node(self.graph, sympy.sympify(math.prod(of.meta["sizes"][d] for d in dims)))
+        if isinstance(number, fx.Node):
+            number.meta["of"] = (of, tuple(dims))
+        return number
 
 
 def _reduced(build: _Builder, values: fx.Node, reduction: int, count: Callable[[], Any]) -> fx.Node:
@@ -142,7 +116,7 @@ def _mse(build: _Builder, node: fx.Node) -> fx.Node:
     sizes, dtype = given["self"].meta["sizes"], node.meta["dtype"]
     error = build(aten.sub.Tensor, given["self"], given["target"], sizes=sizes, dtype=dtype)
     squares = build(aten.mul.Tensor, error, error, sizes=sizes, dtype=dtype)
-    return _reduced(build, squares, given["reduction"], lambda: build.size(sympy.sympify(math.prod(sizes))))
+    return _reduced(build, squares, given["reduction"], lambda: build.size(error, range(len(sizes))))
 
 
 def _mean(build: _Builder, node: fx.Node) -> fx.Node | None:
@@ -157,13 +131,13 @@ def _mean(build: _Builder, node: fx.Node) -> fx.Node | None:
         total = build(aten.sum.dim_IntList, given["self"], dim, given["keepdim"], sizes=node.meta["sizes"], dtype=dtype)
     else:
         total = build(aten.sum.default, given["self"], sizes=(), dtype=dtype)
-    return build(aten.div.Tensor, total, build.size(count), sizes=node.meta["sizes"], dtype=dtype)
+    return build(aten.div.Tensor, total, build.size(given["self"], dims), sizes=node.meta["sizes"], dtype=dtype)
 
 
 def _ones(build: _Builder, node: fx.Node) -> fx.Node:
     """`new_ones`, `new_zeros`, `new_full`: the tensor that they are called on lends only its device and dtype."""
     given, meta = arguments(node), node.meta
-    kwargs = dict(dtype=meta["dtype"], device=torch.device("meta"))
+    kwargs = dict(dtype=meta["dtype"], device=torch.device("meta"))  # follow_device says where
     if "fill_value" in given:
         new = build(aten.full.default, given["size"], given["fill_value"], sizes=meta["sizes"], dtype=meta["dtype"])
     else:

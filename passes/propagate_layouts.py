@@ -13,7 +13,7 @@ from torch import fx
 
 from ndcompile.axes import KINDS, AxisKind
 from ndcompile.choose import Edge, Infeasible, Problem, choose
-from ndcompile.cost import BUS, NOMINAL, conversion_time, op_time
+from ndcompile.cost import BUS, NOMINAL, conversion_bytes, conversion_time, op_time
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import I, Layout, Placement, R, S
@@ -134,7 +134,7 @@ class _State:
             self.taken[node] = {}
         for node in self.graph.graph.nodes:
             if "shape" in node.meta:
-                node.meta["placements"], node.meta["uses"] = {}, {}
+                node.meta |= dict(placements={}, uses={}, key=key_of(node))
                 self.parts[node] = 1
 
     def ops(self) -> list[fx.Node]:
@@ -221,7 +221,7 @@ def _add_edges(state: _State, problem: Problem, kind: AxisKind, ranks: int) -> N
     for node in state.ops():
         for number, value in enumerate(operands(node)):
             place = ("place", node.meta.get("kind"))
-            cost = _unchanged if node.target is getitem else _edge_cost(state, value, kind, ranks)
+            cost = _unchanged if node.target is getitem else _EdgeCost.of(state, value, kind, ranks)
             problem.edges.setdefault(Edge(key_of(value), key_of(node), number, place), cost)
             problem.weights[place] = max(problem.weights[place], problem.weights[key_of(node)])
 
@@ -231,30 +231,42 @@ def _unchanged(source: Placement, target: Placement) -> float:
     return 0.0 if source == target else float("inf")
 
 
-def _edge_cost(state: _State, value: fx.Node, kind: AxisKind, ranks: int) -> Any:
-    grad, nbytes = value.meta["grad"], value.meta["nbytes"] / state.parts[value]
-    kept = value.meta.get("role") == "parameter"
-    shape, taken = value.meta["shape"], state.parts[value]
+@dataclass(frozen=True)
+class _EdgeCost:
+    """Seconds, and bytes, of converting one value on one axis; what may not happen costs infinity."""
 
-    def cost(source: Placement, target: Placement) -> float:
-        if kept and source.kind == "S" and source != target:
+    shape: tuple[Size, ...]
+    nbytes: float
+    grad: bool
+    parameter: bool
+    kind: AxisKind
+    ranks: int
+
+    @classmethod
+    def of(cls, state: _State, value: fx.Node, kind: AxisKind, ranks: int) -> _EdgeCost:
+        meta = value.meta
+        parameter = meta.get("role") == "parameter"
+        return cls(meta["shape"], meta["nbytes"] / state.parts[value], meta["grad"], parameter, kind, ranks)
+
+    def __call__(self, source: Placement, target: Placement) -> float:
+        if source == target:
+            return 0.0
+        if self.parameter and source.kind == "S":
             return float("inf")  # a sharded parameter is used where it lies; data axes gather it before
-        if target.kind == "S" and target != source and not _even(shape, target, ranks, kind):
+        exchanged = (source, target) if source.kind == "S" else (target,)
+        if target.kind == "S" and not all(self._even(placement) for placement in exchanged):
             return float("inf")
-        if source.kind == "S" and target.kind == "S" and source != target and not _even(shape, source, ranks, kind):
-            return float("inf")
-        return conversion_time(source, target, nbytes, ranks, grad)
+        return conversion_time(source, target, self.nbytes, self.ranks, self.grad)
 
-    del taken
-    return cost
+    def volume(self, source: Placement, target: Placement) -> float:
+        return conversion_bytes(source, target, self.nbytes, self.ranks, self.grad)
 
-
-def _even(shape: tuple[Size, ...], placement: Placement, ranks: int, kind: AxisKind) -> bool:
-    assert placement.dim is not None
-    if placement.dim >= len(shape):
-        return False
-    size = shape[placement.dim]
-    return kind.shards(size) and size.divides_by(ranks)
+    def _even(self, placement: Placement) -> bool:
+        assert placement.dim is not None
+        if placement.dim >= len(self.shape):
+            return False
+        size = self.shape[placement.dim]
+        return self.kind.shards(size) and size.divides_by(self.ranks)
 
 
 def _add_outputs(state: _State, problem: Problem, kind: AxisKind, ranks: int) -> None:
@@ -267,7 +279,7 @@ def _add_outputs(state: _State, problem: Problem, kind: AxisKind, ranks: int) ->
             wanted += [S(d) for d in range(len(shape))]
         problem.rows[key] = [Row((p,), p) for p in wanted]
         problem.costs[key] = [0.0] * len(wanted)
-        inner = _edge_cost(state, node, kind, ranks)
+        inner = _EdgeCost.of(state, node, kind, ranks)
 
         def cost(source: Placement, target: Placement, inner: Any = inner, free: bool = not kind.shards_batch) -> float:
             return float("inf") if free and target.kind == "S" and source != target else inner(source, target)
@@ -348,8 +360,9 @@ def _store(state: _State, mesh: MeshSpec) -> None:
 
 def _stored(node: fx.Node, mesh: MeshSpec, order: list[str]) -> Layout:
     shape, used = node.meta["shape"], node.meta["placements"]
-    taken = {p.dim for a, p in used.items() if p.kind == "S"}
-    dims = sorted(range(len(shape)), key=lambda d: (d in taken, d))
+    taken = {p.dim: mesh.size(a) for a, p in used.items() if p.kind == "S"}
+    free = [d for d in range(len(shape)) if shape[d].divides_by(taken.get(d, 1))]  # one axis may cut a dim unevenly
+    dims = sorted(free, key=lambda d: (d in taken, d))
     dim = dims[0] if dims else None
     placements = {a: KINDS[mesh[a].kind].stored(used[a], dim) for a in reversed(order)}
     return Layout.make(len(shape), placements)

@@ -15,7 +15,7 @@ from torch import fx, nn
 import ndcompile as nd
 from ndcompile import checks, runtime
 from ndcompile.checks import CheckError
-from ndcompile.mesh import MeshSpec
+from ndcompile.mesh import MeshAxis, MeshSpec
 from ndcompile.placement import I, Layout, P, Placement, R, S
 from ndcompile.route import Move
 from ndcompile.rules.registry import signature
@@ -235,7 +235,7 @@ def gather_of(graph: fx.GraphModule, axis: str = "tp") -> fx.Node:
     return next(
         n
         for n in graph.graph.nodes
-        if n.target is runtime.all_gather and n.args[1] == axis and not n.meta.get("bucket")
+        if n.target is runtime.all_gather and n.args[1] == MeshAxis((axis,)) and not n.meta.get("bucket")
     )
 
 
@@ -251,10 +251,15 @@ def test_a_conversion_that_is_called_along_another_dim_than_its_row() -> None:
     )
 
 
+def call_over(conversion: fx.Node, axis: str) -> None:
+    arguments: tuple[Any, ...] = (conversion.args[0], MeshAxis((axis,)))
+    conversion.args = arguments
+
+
 def test_a_conversion_that_is_called_over_another_axis_than_its_row() -> None:
     graph = graph_of("stack", "dp_shard=2, tp=2")
     gather = gather_of(graph)
-    gather.args = (gather.args[0], "dp_shard")
+    call_over(gather, "dp_shard")
     assert "all_gather is called over dp_shard and dim 2\n" in complaint(
         checks.conversions_are_rows, graph, "dp_shard=2, tp=2"
     )
@@ -278,7 +283,8 @@ def test_the_outer_axis_of_a_dim_moves() -> None:
     both = Layout((("dp_shard", "tp"), (), ()), ())
     gather.all_input_nodes[0].meta["layout"] = both
     gather.meta |= dict(layout=Layout((("tp",), (), ()), (("dp_shard", R),)), move=Move(("dp_shard",), S(0), R))
-    gather.args, gather.kwargs = (gather.args[0], "dp_shard"), {"dim": 0}
+    call_over(gather, "dp_shard")
+    gather.kwargs = {"dim": 0}
     assert complaint(checks.conversions_are_rows, graph, "dp_shard=2, tp=2") == (
         "dp_shard is not the minor axis of dim 0 in 'dp_shard S(0) · tp S(0)'\n"
         f"  node    %{gather.name}   layers.0.norm\n"

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from ndcompile.cost import MEMORY, collective_time, conversion_time, op_time
+from ndcompile.cost import LATENCY_PLAIN, MEMORY, collective_time, conversion_time, op_time
 from ndcompile.placement import COLLECTIVES, CONVERSIONS, I, P, Placement, R, S
 
 PLACEMENTS = (R, I, S(0), S(1), P())
@@ -51,10 +51,15 @@ def test_without_gradient_both_replicated_placements_are_one() -> None:
 def test_a_gradient_costs_the_backward_primitive_more() -> None:
     for source, target in itertools.permutations(PLACEMENTS, 2):
         row = CONVERSIONS[source.kind, target.kind]
-        alone = conversion_time(source, target, 2**30, 4, grad=False)
-        backward = collective_time(row.backward, 2**30, 4)
-        if not (source.whole and target.whole):
-            assert conversion_time(source, target, 2**30, 4) == alone + backward
+        sides = [collective_time(primitive, 2**30, 4) for primitive in (row.forward, row.backward)]
+        assert conversion_time(source, target, 2**30, 4) == sum(sides)
+
+
+def test_a_value_without_gradient_pays_the_forward_and_a_real_latency() -> None:
+    for source, target in itertools.permutations(PLACEMENTS, 2):
+        forward = collective_time(CONVERSIONS[source.kind, target.kind].forward, 2**30, 4, LATENCY_PLAIN)
+        alone = 0.0 if source.whole and target.whole else forward
+        assert conversion_time(source, target, 2**30, 4, grad=False) == alone
 
 
 EXTREME = [(P("max"), S(0)), (R, P("max")), (I, P("min")), (S(0), P("max")), (P(), P("max")), (P("max"), P())]
@@ -68,7 +73,7 @@ def test_illegal_conversions_take_for_ever(source: Placement, target: Placement,
 
 @pytest.mark.parametrize("target", [R, I])
 def test_an_extreme_reduces_where_no_gradient_flows(target: Placement) -> None:
-    assert conversion_time(P("max"), target, 1, 4, grad=False) == collective_time("all_reduce", 1, 4)
+    assert conversion_time(P("max"), target, 1, 4, grad=False) == collective_time("all_reduce", 1, 4, LATENCY_PLAIN)
     assert conversion_time(P("max"), target, 1, 4) == math.inf
 
 

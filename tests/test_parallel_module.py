@@ -469,6 +469,31 @@ def a_loss_outside_on_both_is_the_mean_of_data_ranks() -> None:
     loss_outside("dp_shard=2, tp=2", 2, dist.get_rank() // 2, "sharded")
 
 
+class Odd(nn.Module):
+    """Sizes of which both axes of a mesh can only make unequal parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(6, 10)
+        self.two = nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(F.gelu(self.one(x)))
+
+
+def uneven_parts_of_parts_train_as_one_device() -> None:
+    model, x = seeded(Odd).double(), torch.arange(24.0, dtype=torch.float64).view(4, 6) / 24
+    for pins in ({}, {"two.weight": {"tp": nd.S(0)}}):
+        parallel = nd.parallelize(model, "dp_shard=2, tp=2", x, float64=True, outputs="local", placements=pins)
+        model.zero_grad()
+        found, expected = parallel(x.chunk(2)[dist.get_rank() // 2]), model(x)
+        assert_close(found, expected.chunk(2)[dist.get_rank() // 2])
+        found.square().mean().backward()
+        expected.square().mean().backward()
+        assert_same_gradients(parallel, model)
+        assert_same_parameters(parallel, model)
+
+
 # ---- precision and memory ------------------------------------------------------------------------------------------
 
 
@@ -603,7 +628,10 @@ ON_TWO: tuple[Callable[[], None], ...] = (
     low_precision_stays_near_on_dp_shard,
     gathered_weights_are_not_kept_for_backward,
 )
-ON_FOUR: tuple[Callable[[], None], ...] = (a_loss_outside_on_both_is_the_mean_of_data_ranks,)
+ON_FOUR: tuple[Callable[[], None], ...] = (
+    a_loss_outside_on_both_is_the_mean_of_data_ranks,
+    uneven_parts_of_parts_train_as_one_device,
+)
 
 
 def run_claims(claims: tuple[Callable[[], None], ...]) -> dict[str, str]:

@@ -180,7 +180,7 @@ def test_explain_lists_the_alternatives_of_a_parameter_and_their_price() -> None
     first, second, *rows = text.splitlines()
     assert first == "layers.0.mlp.up.weight   tp S(0)"
     assert second == "  axis 'tp': S(0), of 3 that the rules allow"
-    assert re.fullmatch(r"   → S\(0\) +\+0\.0 µs a step", rows[0])
+    assert re.fullmatch(r"   → S\(0\) +\d+\.\d+ MB sent   \+0\.0 µs", rows[0])
     assert sorted(row[5:9].strip() for row in rows) == ["I", "S(0)", "S(1)"]
     assert all(float(re.findall(r"\+([\d.]+)", row)[0]) > 0 for row in rows[1:])
 
@@ -228,9 +228,9 @@ def test_a_pin_on_one_block_gives_it_a_class_of_its_own() -> None:
 
 def test_dump_writes_each_steps_graph_as_python_headed_by_its_name_and_time(tmp_path: Path) -> None:
     nd.compile(Stack(), "tp=2", tokens(), dump=str(tmp_path / "new" / "folder"))
-    steps = ["capture", *(step.name for step in PIPELINE), "codegen"]
+    steps = ["capture", *(step.name for step in PIPELINE)]
     written = sorted((tmp_path / "new" / "folder").iterdir())
-    assert [path.name for path in written] == [f"{number}_{name}.py" for number, name in enumerate(steps)]
+    assert [path.name for path in written] == [f"{number:02}_{name}.py" for number, name in enumerate(steps)]
     for path, name in zip(written, steps, strict=True):
         text = path.read_text()
         assert re.match(rf'"""(The graph after )?{name}, which took \d+\.\d ms\."""\n|# {name}, ', text), text[:80]
@@ -243,7 +243,7 @@ def test_a_dumped_reference_graph_runs(tmp_path: Path) -> None:
     model, x = Mlp(), torch.randn(4, 12)
     nd.compile(model, "tp=2", x, dump=tmp_path)
     namespace: dict[str, object] = {}
-    exec((tmp_path / "0_capture.py").read_text(), namespace)
+    exec((tmp_path / "00_capture.py").read_text(), namespace)
     forward = namespace["forward"]
     assert callable(forward)
     torch.testing.assert_close(forward(None, *model.parameters(), x)[0], model(x))

@@ -121,8 +121,12 @@ class _Emitter:
             inside = _inside(entry.parameter, segment.block)
             path = entry.parameter[len(segment.block) + 1 :] if inside else "/" + entry.parameter
             arguments = [f'"{path}"']
-            gather = {m.args[1]: m.kwargs["dim"] for m in entry.moves if op_name(m.target) == "runtime.all_gather"}
-            reduce = [m.args[1] for m in entry.moves if op_name(m.target) == "runtime.replicate"]
+            gather = {
+                m.meta["move"].axes[0]: m.kwargs["dim"]
+                for m in entry.moves
+                if op_name(m.target) == "runtime.all_gather"
+            }
+            reduce = [m.meta["move"].axes[0] for m in entry.moves if op_name(m.target) == "runtime.replicate"]
             arguments += [f"gather={gather!r}".replace("'", '"')] if gather else []
             arguments += [f"reduce={tuple(reduce)!r}".replace("'", '"')] if reduce else []
             used = entry.node.meta["layout"].without(a for a in self.mesh.names if entry.node.meta["layout"].on(a) == R)
@@ -379,7 +383,7 @@ def _inside(name: str, block: str) -> bool:
 def _value_name(node: fx.Node) -> str:
     """A layer's result is called as the layer, another op's as the op."""
     base = op_name(node.target).split(".")[1] if node.op == "call_function" else node.name
-    if "move" in node.meta:
+    if "move" in node.meta or "data_axes" in node.meta:
         origin = node.args[0]
         assert isinstance(origin, fx.Node)
         return _value_name(origin) if origin.op == "call_function" and "bucket" not in origin.meta else "part"

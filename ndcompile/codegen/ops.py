@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ndcompile.codegen.sizes import SizeNames
+from ndcompile.mesh import MeshAxis
 from ndcompile.placement import BY_NAME
 from ndcompile.rules.registry import arguments, op_name
 
@@ -68,6 +69,11 @@ class Writer:
 
     def text(self, value: Any) -> str:
         if isinstance(value, fx.Node):
+            if value.target is getattr:
+                return self.device
+            if "of" in value.meta:
+                of, dims = value.meta["of"]
+                return f"({' * '.join(self.sizes.whole(of, dim) for dim in dims)})"
             if "size" in value.meta:
                 text = self.sizes.expression(value.meta["size"])
                 return text if text.isidentifier() else f"({text})"
@@ -75,8 +81,6 @@ class Writer:
         if isinstance(value, (list, tuple)):
             inner = ", ".join(self.text(v) for v in value)
             return f"({inner},)" if len(value) == 1 else f"({inner})"
-        if isinstance(value, torch.device):
-            return self.device
         return repr(value)
 
     def axis(self, names: str | tuple[str, ...]) -> str:
@@ -87,8 +91,9 @@ class Writer:
 
     def conversion(self, node: fx.Node) -> str:
         value, axis = node.args
+        assert isinstance(axis, MeshAxis), "a conversion's second argument is its axes"
         extra = [f"{k}={self._kwarg(node, k, v)}" for k, v in node.kwargs.items()]
-        return f"{op_name(node.target).split('.')[1]}({', '.join([self.text(value), self.axis(axis), *extra])})"
+        return f"{op_name(node.target).split('.')[1]}({', '.join([self.text(value), self.axis(axis.names), *extra])})"
 
     def _kwarg(self, node: fx.Node, key: str, value: Any) -> str:
         return self.sizes.whole(node, arguments(node)["dim"]) if key == "size" else repr(value)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
-
 @dataclass(frozen=True)
 class ParameterPlan:
     """A parameter between steps: its whole shape and, per dim, the axes that shard it (major first)."""
@@ -106,7 +105,9 @@ class Manifest:
         for name, value in bound.items():
             for path, leaf in pytree.tree_flatten_with_path(value, is_leaf=lambda v: v is None)[0]:
                 given[name + pytree.keystr(path)] = leaf
-        for name, value in given.items():
+        defaults = {a.name: a.default for a in self.arguments if a.optional}
+        left_out = {name: defaults[name] for name in self.constants if name not in given and name in defaults}
+        for name, value in (given | left_out).items():
             if name not in self.inputs and not self._expected(name, value):
                 raise ValueError(
                     f"input '{name}' = {_short(value)} is not one that the model was compiled for\n"

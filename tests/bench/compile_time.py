@@ -1,0 +1,74 @@
+"""Seconds of each stage of a compilation, and its peak memory, for Llamas of several depths on the meta device.
+
+    python -m tests.bench.compile_time
+    python -m tests.bench.compile_time --layers 2,8 --hidden 512 --mesh "dp_shard=2, tp=2"
+
+The defaults are the widths of Llama 3 of 8 billion parameters. Each depth is compiled in a process of its own, whose
+imports are not counted.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import sys
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import ndcompile as nd
+
+
+def llama(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocabulary: int) -> torch.nn.Module:
+    """A Llama without weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    assert isinstance(model, torch.nn.Module)
+    return model
+
+
+def measure(mesh: str, *sizes: int) -> tuple[dict[str, float], int]:
+    """The seconds of each stage, and the largest resident memory of this process in bytes."""
+    program = nd.compile(llama(*sizes), mesh)
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return program.times, largest if sys.platform == "darwin" else largest * 1024
+
+
+def main(
+    layers: Annotated[str, typer.Option(help="Depths, separated by commas.")] = "2,8,32",
+    mesh: Annotated[str, typer.Option(help="Axes and sizes.")] = "dp_shard=32, tp=8",
+    hidden: int = 4096,
+    intermediate: int = 14336,
+    heads: int = 32,
+    kv_heads: int = 8,
+    vocabulary: int = 128256,
+) -> None:
+    """Measure, and print one row a stage and one column a depth."""
+    depths = [int(text) for text in layers.split(",")]
+    found = {}
+    for depth in depths:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            found[depth] = pool.apply(measure, (mesh, depth, hidden, intermediate, heads, kv_heads, vocabulary))
+    table = Table(title=f"seconds to compile a Llama for {mesh}", caption=f"hidden {hidden}, vocabulary {vocabulary}")
+    table.add_column("stage")
+    for depth in depths:
+        table.add_column(f"{depth} blocks", justify="right")
+    for stage in dict.fromkeys(name for times, _ in found.values() for name in times):
+        table.add_row(stage, *(f"{found[depth][0].get(stage, 0.0):.2f}" for depth in depths))
+    table.add_section()
+    table.add_row("all", *(f"{sum(found[depth][0].values()):.2f}" for depth in depths))
+    table.add_row("peak memory, GB", *(f"{found[depth][1] / 1e9:.2f}" for depth in depths))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,568 @@
+"""Capture: the reference graph computes what the untouched model computes on one device, results and gradients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+import ndcompile as nd
+from tests.models import seeded
+
+Calls = Callable[[nn.Module], Any]
+
+
+def float64(tree: Any) -> Any:
+    return pytree.tree_map(lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, tree)
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def gradients(model: nn.Module, result: Any) -> dict[str, Tensor | None]:
+    """Of the sum of everything in the result."""
+    model.zero_grad()
+    flows = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+    torch.stack([x.sum() for x in flows]).sum().backward()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def captures(model: nn.Module, inputs: Any, mesh: str = "", **options: Any) -> nd.Program:
+    """Compile, then compare with the model, in float64, the structure and the gradients too."""
+    model, inputs = model.double(), float64(inputs)
+    program = nd.compile(model, mesh, inputs, float64=True, **options)
+    reference = program.one_device(model)
+    found, expected = call(reference, inputs), call(model, inputs)
+    assert pytree.tree_structure(found) == pytree.tree_structure(expected)
+    for mine, its in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
+        torch.testing.assert_close(mine, its) if isinstance(its, Tensor) else None
+        assert isinstance(its, Tensor) or mine == its
+    ours, its_own = gradients(model, found), gradients(model, expected)
+    for name, gradient in its_own.items():
+        torch.testing.assert_close(ours[name], gradient, msg=name)
+    return program
+
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+IDS = torch.tensor([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1], [0, 0, 8, 8, 7], [6, 1, 6, 1, 6]])
+
+
+class Layers(nn.Module):
+    """Two layers for models that use them in some way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Linear(6, 6)
+        self.two = nn.Linear(6, 6)
+
+
+# ---- parameters, buffers, attributes -------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(9, 6)
+        self.head = nn.Linear(6, 9, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.tokens(ids))
+
+
+def test_tied_parameters_are_one_with_one_gradient() -> None:
+    program = captures(Tied(), {"ids": IDS})
+    assert list(program.parameters) == ["tokens.weight"]
+    assert len([n for n in program.graph.graph.nodes if n.meta.get("role") == "parameter"]) == 1
+
+
+class Holds(Layers):
+    """A persistent buffer, one that is not, and plain tensors: two of one shape, in a list, in a dict, in the text."""
+
+    kept: Tensor
+    lost: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.randn(6))
+        self.register_buffer("lost", torch.randn(6), persistent=False)
+        self.first, self.second = torch.randn(6), torch.randn(6)
+        self.listed, self.named = [torch.randn(6)], {"a": torch.randn(6)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        literal = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], dtype=x.dtype)
+        y = self.one(x * self.kept + self.lost) * self.second - self.first
+        return y * self.listed[0] + self.named["a"] * literal
+
+
+def test_buffers_and_plain_tensors_keep_their_values() -> None:
+    captures(Holds(), X)
+
+
+class Makes(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x) + torch.arange(x.size(1), dtype=x.dtype)
+        return y * torch.ones(6, dtype=x.dtype) + torch.full((6,), 0.5, dtype=x.dtype)
+
+
+def test_tensors_that_are_made_without_a_device_are_made_where_the_inputs_are() -> None:
+    captures(Makes(), X)
+
+
+class Frozen(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x))
+
+
+def test_frozen_parameters_have_no_gradient() -> None:
+    captures(Frozen(), X)
+
+
+# ---- modes and regions ---------------------------------------------------------------------------------------------
+
+
+class Dropped(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.one(x), 0.5, self.training)
+
+
+def test_train_and_eval_are_two_captures() -> None:
+    model = Dropped()
+    trained, evaluated = nd.compile(model.train(), "", X), nd.compile(model.eval(), "", X)
+    assert "dropout(" in str(trained) and "dropout(" not in str(evaluated)
+    assert (trained.manifest.training, evaluated.manifest.training) == (True, False)
+    torch.testing.assert_close(evaluated.one_device(model)(X), model(X))
+    zeros = (trained.one_device(model)(X) == 0).float().mean().item()
+    assert 0.2 < zeros < 0.8
+
+
+class NoGrad(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        with torch.no_grad():
+            z = (self.two(y) * 2).relu()
+        return y * z + self.two(x)
+
+
+class GradInside(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.one(x)
+            with torch.enable_grad():
+                z = self.two(y)
+        return z + y
+
+
+class Detached(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) * self.two(x).detach()
+
+
+@pytest.mark.parametrize("kind", [NoGrad, GradInside, Detached])
+@pytest.mark.parametrize("mesh", ["", "tp=2"])
+def test_no_gradient_passes_where_the_model_stops_it(kind: type[nn.Module], mesh: str) -> None:
+    captures(kind(), X, mesh)
+
+
+class Mixed(Layers):
+    """Ops that autocast lowers, ops that it keeps in float32, and ops that take both dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        low = self.one(x)
+        wide = torch.cat([low, x], 1)
+        attended = F.softmax(low @ self.two(x).t(), -1) @ self.two(x)
+        mixed = self.norm(low) + x * attended
+        return {"wide": wide, "mixed": mixed, "loss": F.mse_loss(attended, y) + F.cross_entropy(low, y.argmax(-1))}
+
+
+def same(found: Any, expected: Any) -> None:
+    for mine, its in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
+        assert mine.dtype == its.dtype
+        exact = its.dtype == torch.bfloat16
+        torch.testing.assert_close(mine, its, rtol=0 if exact else 1e-6, atol=0 if exact else 1e-6)
+
+
+def test_the_autocast_around_compile_is_resolved_as_torch_does() -> None:
+    model, inputs = Mixed(), (X, X.roll(1, 0))
+    with torch.autocast("cpu", torch.bfloat16):
+        program = nd.compile(model, "", inputs)
+        expected = model(*inputs)
+    reference = program.one_device(model)
+    same(reference(*inputs), expected)
+    found = gradients(model, {k: v for k, v in reference(*inputs).items() if k == "loss"})
+    for name, gradient in gradients(model, expected["loss"]).items():
+        mine = found[name]
+        if gradient is not None and mine is not None:
+            assert (mine - gradient).norm() <= 2**-8 * gradient.norm(), f"{name}: more than one rounding to bfloat16"
+
+
+class Region(Mixed):
+    """Autocast inside forward, without one inside, and a no-grad region inside."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = super().forward(x, y)
+            with torch.autocast("cpu", enabled=False):
+                exact = self.one(x)
+            with torch.no_grad():
+                scale = self.two(x)
+        return found | {"exact": exact, "scaled": self.one(x) * scale}
+
+
+def test_an_autocast_region_inside_forward_is_resolved_as_torch_does() -> None:
+    model, inputs = Region(), (X, X.roll(1, 0))
+    same(nd.compile(model, "", inputs).one_device(model)(*inputs), model(*inputs))
+
+
+def test_a_region_without_autocast_stays_without_one_under_another() -> None:
+    model, inputs = Region(), (X, X.roll(1, 0))
+    with torch.autocast("cpu", torch.bfloat16):
+        program, expected = nd.compile(model, "", inputs), model(*inputs)
+    same(program.one_device(model)(*inputs), expected)
+    assert expected["exact"].dtype == torch.float32 and expected["scaled"].dtype == torch.bfloat16
+
+
+def test_the_emitted_source_casts_and_the_manifest_remembers_the_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        program = nd.compile(Mixed(), "tp=2", (X, X))
+    assert ".to(torch.bfloat16)" in str(program)
+    assert program.manifest.autocast == torch.bfloat16
+    assert nd.compile(Mixed(), "tp=2", (X, X)).manifest.autocast is None
+
+
+# ---- inputs --------------------------------------------------------------------------------------------------------
+
+
+class Takes(Layers):
+    """Positional, keyword, None, int, bool and str inputs."""
+
+    def forward(
+        self, x: Tensor, y: Tensor | None = None, times: int = 2, flag: bool = True, mode: str = "sum"
+    ) -> Tensor:
+        z = self.one(x) * times
+        z = z if y is None else z + self.two(y)
+        return (z if flag else -z).sum(1) if mode == "sum" else z
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        X,
+        (X,),
+        (X, X * 2),
+        (X, None, 3),
+        {"x": X, "y": None, "times": 3, "flag": False},
+        {"mode": "none", "flag": False, "y": X * 2, "x": X},
+    ],
+    ids=["one", "tuple", "two", "constant", "keywords", "keywords in another order"],
+)
+def test_inputs_come_as_a_call_gives_them(inputs: Any) -> None:
+    captures(Takes(), inputs)
+
+
+def test_constants_are_baked_in_so_that_another_value_is_refused() -> None:
+    model = Takes()
+    reference = nd.compile(model, "", {"x": X, "times": 3, "mode": "none"}).one_device(model)
+    torch.testing.assert_close(reference(X, times=3, mode="none"), model(X, times=3, mode="none"))
+    torch.testing.assert_close(reference(X, None, 3, True, "none"), model(X, times=3, mode="none"))
+    with pytest.raises(ValueError) as caught:
+        reference(X, times=4, mode="none")
+    assert str(caught.value) == (
+        "input 'times' = 4 is not one that the model was compiled for\n"
+        "  why  it was compiled with x as tensors and {'times': 3, 'mode': 'none'}\n"
+        "  try  example_inputs that hold 'times'"
+    )
+    with pytest.raises(ValueError, match="input 'y' = a tensor of"):
+        reference(X, X, 3, True, "none")
+
+
+def test_a_constant_that_is_left_out_is_not_the_one_that_was_baked_in() -> None:
+    model = Takes()
+    reference = nd.compile(model, "", {"x": X, "times": 3}).one_device(model)
+    with pytest.raises(ValueError, match=re.escape("input 'times' = 2 is not one that the model was compiled for")):
+        reference(X)
+
+
+class Nested(Layers):
+    def forward(self, parts: dict[str, Any], *more: Tensor, scale: Tensor) -> Tensor:
+        return self.one(parts["a"]) + self.two(parts["b"][0]) * scale + sum(more)
+
+
+def test_inputs_may_be_nested() -> None:
+    captures(Nested(), {"parts": {"a": X, "b": [X * 2]}, "scale": X})
+
+
+class Variadic(Layers):
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        return self.one(x) + self.two(more[0]) * more[1]
+
+
+def test_any_number_of_positional_inputs() -> None:
+    captures(Variadic(), (X, X * 2, X * 3))
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(9, 9)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.tokens(input_ids).flatten(0, 1), labels.flatten())
+
+
+def test_one_tensor_passed_twice_is_two_inputs() -> None:
+    program = captures(Pair(), {"input_ids": IDS, "labels": IDS})
+    model = Pair().double()
+    other = {"input_ids": IDS, "labels": IDS.flip(0)}
+    torch.testing.assert_close(program.one_device(model)(**other), model(**other))
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (1, 5), (4, 1), (1, 1), (4, 6), (9, 9)], ids=str)
+def test_example_sizes_mean_nothing(shape: tuple[int, int]) -> None:
+    """Batch equal to sequence, sizes of 1, sizes that the model has too: the program is the same."""
+    program = captures(Tied(), {"ids": torch.zeros(shape, dtype=torch.long)}, "dp_shard=2, tp=2")
+    assert str(program) == str(nd.compile(Tied().double(), "dp_shard=2, tp=2", {"ids": IDS}, float64=True))
+    model = Tied().double()
+    torch.testing.assert_close(program.one_device(model)(ids=IDS), model(ids=IDS))
+
+
+class Patches(nn.Module):
+    """Square images, cut in four square patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(48, 8)
+
+    def forward(self, images: Tensor) -> Tensor:
+        b = images.size(0)
+        patches = images.reshape(b, 3, 2, 4, 2, 4).permute(0, 2, 4, 1, 3, 5).reshape(b, 4, 48)
+        return self.embed(patches).mean(1)
+
+
+@pytest.mark.parametrize("size", [8, 2])
+def test_square_images_in_a_batch_of_any_size(size: int) -> None:
+    program = captures(Patches(), {"images": torch.randn(size, 3, 8, 8)})
+    model, images = Patches().double(), torch.randn(5, 3, 8, 8, dtype=torch.float64)
+    torch.testing.assert_close(program.one_device(model)(images=images), model(images=images))
+
+
+class UsesSizes(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x).sum(0) / x.size(0) + x.shape[1] ** -0.5
+
+
+def test_sizes_in_the_model_are_the_whole_ones() -> None:
+    program = captures(UsesSizes(), X)
+    model, x = UsesSizes().double(), torch.randn(7, 6, dtype=torch.float64)
+    torch.testing.assert_close(program.one_device(model)(x), model(x))
+
+
+# ---- results -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Written:
+    """A result that torch knows how to take apart."""
+
+    logits: Tensor
+    extra: Tensor | None = None
+
+
+torch.export.register_dataclass(Written, serialized_type_name="tests.test_capture.Written")
+
+
+@dataclass
+class Unknown:
+    logits: Tensor
+
+
+class Named(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def output_of_transformers(model: Layers, x: Tensor) -> Any:
+    return CausalLMOutputWithPast(loss=model.one(x).sum(), logits=model.two(x))
+
+
+RESULTS: dict[str, Callable[[Layers, Tensor], Any]] = {
+    "tensor": lambda m, x: m.one(x),
+    "dict": lambda m, x: {"b": m.one(x), "a": m.two(x)},
+    "tuple": lambda m, x: (m.one(x), m.two(x)),
+    "list with constants": lambda m, x: [m.one(x), 3, "text", None],
+    "nested with None": lambda m, x: {"a": m.one(x), "none": None, "more": (m.two(x), [{"x": x}])},
+    "dataclass": lambda m, x: Written(m.one(x)),
+    "named tuple": lambda m, x: Named(m.one(x), m.two(x)),
+    "ModelOutput": output_of_transformers,
+    "one value twice": lambda m, x: (lambda y: (y, y))(m.one(x)),
+    "an input": lambda m, x: (m.one(x), x),
+    "integers": lambda m, x: (m.one(x), x.argmax(-1)),
+}
+
+
+class Returns(Layers):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        return RESULTS[self.kind](self, x)
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_results_come_back_in_their_structure(kind: str) -> None:
+    captures(Returns(kind), X)
+
+
+def test_a_result_that_cannot_be_written_down_can_be_run_but_not_saved(tmp_path: Path) -> None:
+    program = nd.compile(Returns("named tuple"), "", X)
+    with pytest.raises(nd.CompileError, match="results are of a class that cannot be written down"):
+        program.save(tmp_path / "program.py")
+    nd.compile(Returns("dataclass"), "", X).save(tmp_path / "program.py")
+
+
+class ReturnsUnknown(Layers):
+    def forward(self, x: Tensor) -> Unknown:
+        return Unknown(self.one(x))
+
+
+def test_a_dataclass_that_torch_does_not_know_is_refused_with_the_call_that_helps() -> None:
+    with pytest.raises(nd.CompileError) as caught:
+        nd.compile(ReturnsUnknown(), "", X)
+    assert caught.value.what == "ReturnsUnknown returns or takes a class that cannot be taken apart"
+    assert caught.value.tries == ("torch.export.register_dataclass(TheClass), or a dict",)
+
+
+# ---- changes in place ----------------------------------------------------------------------------------------------
+
+
+class InPlace(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x).add_(1)
+        same = y
+        y += self.two(x)
+        y.mul_(2).clamp_(min=-1)
+        z = same * self.one(x)
+        return z.relu_()
+
+
+@pytest.mark.parametrize("mesh", ["", "tp=2"])
+def test_in_place_ops_on_values_are_as_others(mesh: str) -> None:
+    captures(InPlace(), X, mesh)
+
+
+class ChangesView(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        y[:, :3].mul_(2)
+        return y
+
+
+class ChangesViewed(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        view = y.view(-1, 2, 3)
+        y.relu_()
+        return view.sum(2)
+
+
+class Assigns(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        y[:, 0] = 0
+        return y
+
+
+@pytest.mark.parametrize(
+    ("kind", "op"),
+    [(ChangesView, "aten.mul_.Tensor"), (ChangesViewed, "aten.relu_.default"), (Assigns, "aten.copy_.default")],
+)
+def test_a_change_that_a_view_shares_is_refused(kind: type[nn.Module], op: str) -> None:
+    with pytest.raises(nd.CompileError) as caught:
+        nd.compile(kind(), "", X)
+    assert caught.value.what == f"{op} changes a tensor in place that other names share"
+    assert caught.value.tries == ("the same without in-place: y = f(x)",)
+
+
+class ChangesBuffer(Holds):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.mul_(2)
+        return self.one(x) * self.kept
+
+
+class ChangesInput(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return self.one(x)
+
+
+class BatchNorm(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.one(x))
+
+
+class ReturnsParameter(Layers):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x), self.get_parameter("two.weight")
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (ChangesBuffer, "forward changes buffer 'kept' in place"),
+        (ChangesInput, "forward changes input 'x' in place"),
+        (BatchNorm, "forward changes buffer 'norm.num_batches_tracked' in place"),
+        (ReturnsParameter, "forward returns parameter 'two.weight' itself"),
+    ],
+)
+def test_what_outlives_the_call_is_left_alone(kind: type[nn.Module], what: str) -> None:
+    with pytest.raises(nd.CompileError) as caught:
+        nd.compile(kind(), "", X)
+    assert caught.value.what == what
+
+
+# ---- structure -----------------------------------------------------------------------------------------------------
+
+
+class Twice(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(F.gelu(self.one(x)))
+
+
+@pytest.mark.parametrize("mesh", ["", "tp=2", "dp_shard=2, tp=2"])
+def test_a_module_may_be_called_more_than_once(mesh: str) -> None:
+    captures(Twice(), X, mesh)
+
+
+def test_a_model_on_meta_is_captured_alike() -> None:
+    with torch.device("meta"):
+        model = Twice()
+    assert str(nd.compile(model, "tp=2", X)) == str(nd.compile(seeded(Twice), "tp=2", X))
