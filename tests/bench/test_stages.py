@@ -1,4 +1,4 @@
-"""What a deeper model costs to compile: the choice is as large as one block's, and the rest grows no faster than depth."""
+"""What a deeper model costs to compile: the choice is as large as one block's, the rest grows as depth does."""
 
 from __future__ import annotations
 
