@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -129,7 +130,7 @@ _EQUAL = Placement("R")
 
 def _run(trial: Trial, calls: Sequence[tuple[list[Tensor], Place]]) -> list[Outputs]:
     try:
-        return trial.run_all([lambda x=x, place=place: trial.part(x, place) for x, place in calls])  # type: ignore[misc]
+        return trial.run_all([partial(trial.part, x, place) for x, place in calls])
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         raise Differs(f"the op fails on the parts: {str(error).splitlines()[0]}") from error
 

@@ -16,19 +16,15 @@ class Disagreement(ValueError):
 
 def together(action: Callable[[], T]) -> T:
     """Run `action` on every rank; if it raises a ValueError on any, all raise (that one's text, if not their own)."""
-    error: ValueError | None = None
-    result: T | None = None
     try:
         result = action()
-    except ValueError as raised:
-        error = raised
-    texts = everyones(None if error is None else str(error))
-    if error is not None:
-        raise error
-    for rank, text in enumerate(texts):
+    except ValueError as error:
+        everyones(str(error))
+        raise
+    for rank, text in enumerate(everyones(None)):
         if text is not None:
             raise Disagreement(f"rank {rank} failed: {text}")
-    return result  # type: ignore[return-value]
+    return result
 
 
 def everyones(value: Any) -> list[Any]:

@@ -67,16 +67,17 @@ class Block:
 
     weights: ClassVar[Mapping[str, Weight]] = {}
     compute: Any
+    forward: Any
 
     def __init_subclass__(cls) -> None:
-        cls.forward = torch.compiler.disable(cls.forward, recursive=False)  # type: ignore[attr-defined]
+        cls.forward = torch.compiler.disable(cls.forward, recursive=False)
 
     def __init__(self, state: State, path: str) -> None:
         self._state = state
         self._bucket = state.bucket(self.weights, path)
 
     def __call__(self, *args: Tensor) -> Any:
-        return self.forward(*args)  # type: ignore[attr-defined]
+        return self.forward(*args)
 
     @torch.compiler.disable
     def gathered(self) -> Uncompiled:
@@ -89,9 +90,10 @@ class Root:
 
     weights: ClassVar[Mapping[str, Mapping[str, Weight]]] = {}
     blocks: ClassVar[Mapping[str, type[Block]]] = {}
+    forward: Any
 
     def __init_subclass__(cls) -> None:
-        cls.forward = torch.compiler.disable(cls.forward, recursive=False)  # type: ignore[attr-defined]
+        cls.forward = torch.compiler.disable(cls.forward, recursive=False)
 
     def __init__(self, state: State) -> None:
         self._state = state
