@@ -12,6 +12,9 @@ from __future__ import annotations
 import os
 import sys
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,12 +33,12 @@ def _(x: Tensor, scale: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    x, scale = ctx.saved_tensors  # type: ignore[attr-defined]
+def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    x, scale = ctx.saved_tensors
     return gradient * scale * (1 - x.tanh() ** 2), (gradient * x.tanh()).sum_to_size(scale.shape)
 
 
@@ -58,9 +61,9 @@ def make_model() -> Model:
     return Model().double()
 
 
-def refusal(call: object, *args: object, **kwargs: object) -> str:
+def refusal(call: Callable[..., object], *args: object, **kwargs: object) -> str:
     try:
-        call(*args, **kwargs)  # type: ignore[operator]
+        call(*args, **kwargs)
     except ValueError as error:
         return str(error)
     raise AssertionError("it was not refused")

@@ -409,7 +409,8 @@ def _propagate_dtypes(graph: fx.GraphModule, traced: Mapping[str, Any]) -> None:
 
     def compute(node: fx.Node) -> None:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-        value = values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        target: Any = node.target
+        value = values[node] = target(*args, **kwargs)
         first = value[0] if isinstance(value, (list, tuple)) and value else value
         if isinstance(first, Tensor):
             node.meta["dtype"] = first.dtype

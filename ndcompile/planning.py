@@ -21,6 +21,7 @@ from ndcompile.mesh import MeshSpec
 from ndcompile.pipeline import Job
 from ndcompile.placement import I, Layout, Placement, R, S
 from ndcompile.program import Parameter, parameter_plans
+from ndcompile.rules.registry import results
 from ndcompile.runtime.manifest import Argument, InputPlan, Manifest
 
 
@@ -149,7 +150,7 @@ def manifest(
         arguments=_arguments(model),
         input_plans=inputs,
         constants=captured.constants,
-        outputs=[_output(v, job.mesh) for v in job.graph.graph.output_node().args[0]],  # type: ignore[union-attr]
+        outputs=[_output(v, job.mesh) for v in results(job.graph)],
         output_text=_spec_text(captured.output_spec),
         multiples=_multiples(job),
         compute=None if job.precision.compute is None else str(job.precision.compute),

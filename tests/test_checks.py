@@ -63,7 +63,7 @@ def insert(graph: fx.GraphModule, after: str, target: Any, *arguments: Any, **me
 
 def drop(graph: fx.GraphModule, name: str) -> None:
     gone = node(graph, name)
-    gone.replace_all_uses_with(gone.args[0])  # type: ignore[arg-type]
+    gone.replace_all_uses_with(gone.all_input_nodes[0])
     graph.graph.erase_node(gone)
 
 

@@ -106,12 +106,13 @@ class Manifest:
             for path, leaf in pytree.tree_flatten_with_path(value, is_leaf=lambda v: v is None)[0]:
                 given[name + pytree.keystr(path)] = leaf
         defaults = {a.name: a.default for a in self.arguments if a.optional}
+        takes = f"{', '.join(self.inputs)} as tensors and {self.constants or 'no constants'}"
         left_out = {name: defaults[name] for name in self.constants if name not in given and name in defaults}
         for name, value in (given | left_out).items():
             if name not in self.inputs and not self._expected(name, value):
                 raise ValueError(
                     f"input '{name}' = {_short(value)} is not one that the model was compiled for\n"
-                    f"  why  it was compiled with {', '.join(self.inputs)} as tensors and {self.constants or 'no constants'}\n"
+                    f"  why  it was compiled with {takes}\n"
                     f"  try  example_inputs that hold '{name}'"
                 )
         missing = [name for name in self.inputs if not isinstance(given.get(name), Tensor)]
@@ -156,7 +157,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Manifest:
-        made = cls(**{k: v for k, v in data.items()})
+        made = cls(**data)
         made.parameters = {
             name: ParameterPlan(tuple(p["shape"]), p["dtype"], tuple(map(tuple, p["dims"])), p["requires_grad"])
             for name, p in data["parameters"].items()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -26,12 +26,12 @@ def llama(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int
     """A Llama without weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
+    settings: dict[str, Any] = dict(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = LlamaForCausalLM(LlamaConfig(**settings))
     assert isinstance(model, torch.nn.Module)
     return model
 
