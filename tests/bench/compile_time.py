@@ -28,7 +28,7 @@ def llama(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int
 
     settings: dict[str, Any] = dict(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, use_cache=False, attn_implementation="sdpa",
+        num_attention_heads=heads, num_key_value_heads=kv_heads, use_cache=False,
     )  # fmt: skip
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**settings))
