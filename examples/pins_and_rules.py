@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-
 from collections.abc import Callable
 from typing import Any
 

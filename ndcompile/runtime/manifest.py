@@ -106,10 +106,10 @@ class Manifest:
             for path, leaf in pytree.tree_flatten_with_path(value, is_leaf=lambda v: v is None)[0]:
                 given[name + pytree.keystr(path)] = leaf
         defaults = {a.name: a.default for a in self.arguments if a.optional}
-        takes = f"{', '.join(self.inputs)} as tensors and {self.constants or 'no constants'}"
         left_out = {name: defaults[name] for name in self.constants if name not in given and name in defaults}
         for name, value in (given | left_out).items():
             if name not in self.inputs and not self._expected(name, value):
+                takes = f"{', '.join(self.inputs)} as tensors and {self.constants or 'no constants'}"
                 raise ValueError(
                     f"input '{name}' = {_short(value)} is not one that the model was compiled for\n"
                     f"  why  it was compiled with {takes}\n"
