@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import inspect
 import linecache
 import os
@@ -113,8 +114,13 @@ def _part_of(given: DeviceMesh | None, spec: MeshSpec) -> DeviceMesh | None:
 
 
 def _device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
+    """The mesh of DTensors, with its axes flattened in all ways, so that a gradient norm is one reduction."""
     sizes, names = [axis.size for axis in spec.axes] or [1], list(spec.names) or ["one"]
-    return init_device_mesh(device.type, tuple(sizes), mesh_dim_names=tuple(names))
+    device_mesh = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=tuple(names))
+    for count in range(2, len(spec.axes) + 1):
+        for axes in itertools.combinations(spec.names, count):
+            private.flatten(device_mesh, axes)
+    return device_mesh
 
 
 def _same_everywhere(source: str, manifest: Manifest, model: nn.Module | None, init: str) -> None:

@@ -59,6 +59,13 @@ def moved_bytes(problem: Problem, chosen: Mapping[Key, Row]) -> float:
     return float(sum(paid.values()))
 
 
+TIME_LIMIT = 300.0  # s; a choice that is not proven the best is no answer, since ranks must agree on it
+
+
+class ChoiceTimeout(ValueError):
+    """The best choice could not be proven in time."""
+
+
 class Infeasible(ValueError):
     """No choice of rows satisfies all that is asked."""
 
@@ -154,8 +161,10 @@ class _Program:
             integrality=np.array(self.integer),
             bounds=optimize.Bounds(0, 1),
             constraints=optimize.LinearConstraint(matrix, np.array(self.low), np.array(self.high)),
-            options=dict(time_limit=60.0, mip_rel_gap=1e-6),
+            options=dict(time_limit=TIME_LIMIT, mip_rel_gap=1e-6),
         )
+        if result.status == 1:
+            raise ChoiceTimeout(f"HiGHS found no proven optimum in {TIME_LIMIT:.0f} s for {len(self.cost)} variables")
         if result.x is None:
             raise Infeasible(result.message)
         return result.x, float(result.fun) / 1e6

@@ -118,6 +118,11 @@ def strided_shard(dim: int, parts: int) -> object:
     return _StridedShard(dim, split_factor=parts)
 
 
+def flatten(device_mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
+    """Give a device mesh a process group over several of its axes together, which DTensor then finds by itself."""
+    device_mesh[axes]._flatten("_".join(axes))
+
+
 def group_name(group: dist.ProcessGroup) -> str:
     """The name by which functional collectives find a group."""
     return group.group_name
