@@ -401,18 +401,9 @@ def axes_of_size_one_change_nothing() -> None:
 
 
 def a_transformers_model_needs_no_example_inputs() -> None:
-    model = llama().double()
-    parallel = nd.parallelize(model, "tp=2", float64=True)
-    ids = tokens(vocabulary=131)["ids"]
-    loss, expected = parallel(input_ids=ids, labels=ids).loss, nd_reference(model, ids)
-    assert_close(loss, expected)
-
-
-def nd_reference(model: nn.Module, ids: Tensor) -> Tensor:
-    program = nd.compile(model, "", {"input_ids": ids, "labels": ids}, float64=True)
-    loss = program.one_device(model)(input_ids=ids, labels=ids).loss
-    assert isinstance(loss, Tensor)
-    return loss
+    model, ids = llama(layers=1), tokens(vocabulary=131)["ids"]
+    parallel = nd.parallelize(model, "tp=2")
+    assert_close(parallel(input_ids=ids, labels=ids).loss, model(input_ids=ids, labels=ids).loss, 1e-6)
 
 
 # ---- what it returns -----------------------------------------------------------------------------------------------
