@@ -15,6 +15,7 @@ from ndcompile.capture import DynamicDims, Inputs, capture
 from ndcompile.codegen.emit import Names
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshLike, MeshSpec
+from ndcompile.pins import as_pin, pinned_names, read_pins
 from ndcompile.precision import Precision
 from ndcompile.program import Program, load_manifest
 from ndcompile.runtime.agreement import together
@@ -48,7 +49,7 @@ def compile(
     spec = MeshSpec.parse(mesh, world_size)
     example = Inputs.of(planning.examples(model) if example_inputs is None else example_inputs)
     precision = precision or Precision()
-    pins = planning.pins(model, placements, spec)
+    pins = read_pins(placements, spec)
     planning.check_option("outputs", outputs, ("sharded", "local"))
     folder = None if dump is None else Path(dump)
     begin = time.perf_counter()
@@ -58,7 +59,7 @@ def compile(
     )
     times = {"capture": time.perf_counter() - begin}
     lists = frozenset(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
-    names = planning.pinned_names(model, pins)
+    names = pinned_names(model, pins)
     title = f"{type(model).__name__} on {spec}: emitted by ndcompile."
     job = pipeline.Job(
         captured.graph, spec, precision, pins, names, lists, _names(model), title, outputs == "local", times=times
@@ -100,7 +101,7 @@ def parallelize(
 
     def other(training: bool) -> Program:
         """The program of the other mode, with the parameters where they lie already."""
-        held = {name: planning.as_pin(p.layout) for name, p in program.parameters.items()}
+        held = {name: as_pin(p.layout) for name, p in program.parameters.items()}
         was, model_copy = model.training, planning.skeleton(model)
         model_copy.train(training)
         del was

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import inspect
+import itertools
 import linecache
 import os
 from collections.abc import Callable, Mapping

@@ -22,8 +22,10 @@ from ndcompile.passes.insert_collectives import insert_collectives
 from ndcompile.passes.localize_sizes import localize_sizes
 from ndcompile.passes.lower_losses import lower_losses
 from ndcompile.passes.mark_blocks import mark_blocks
-from ndcompile.passes.propagate_layouts import Pins, propagate_layouts
+from ndcompile.passes.measure_values import measure_values
+from ndcompile.passes.propagate_layouts import propagate_layouts
 from ndcompile.passes.replace_dropout import replace_dropout
+from ndcompile.pins import Pins
 from ndcompile.precision import Precision
 from ndcompile.rules.registry import signature
 
@@ -92,6 +94,7 @@ PIPELINE: tuple[Step, ...] = (
     Step("mark_blocks", lambda job: mark_blocks(job.graph, job.lists, job.pinned_names)),
     Step("replace_dropout", lambda job: replace_dropout(job.graph), (checks.no_hidden_randomness,)),
     Step("keep_reference", _keep_reference),
+    Step("measure_values", lambda job: measure_values(job.graph, job.mesh)),
     Step("propagate_layouts", _propagate, (checks.every_value_placed,)),
     Step(
         "insert_collectives",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import fnmatch
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -16,10 +15,9 @@ from ndcompile.autocast import Autocast
 from ndcompile.axes import KINDS
 from ndcompile.capture import Captured, Inputs, name_dims, on_meta
 from ndcompile.errors import CompileError
-from ndcompile.mesh import KINDS as AXIS_KINDS
 from ndcompile.mesh import MeshSpec
 from ndcompile.pipeline import Job
-from ndcompile.placement import I, Layout, Placement, R, S
+from ndcompile.placement import I, Layout
 from ndcompile.program import Parameter, parameter_plans
 from ndcompile.rules.registry import results
 from ndcompile.runtime.manifest import Argument, InputPlan, Manifest
@@ -51,56 +49,6 @@ def ambient_autocast(model: nn.Module, example: Inputs) -> Autocast | None:
         if torch.is_autocast_enabled(kind):
             return Autocast(kind, torch.get_autocast_dtype(kind))
     return None
-
-
-def pins(
-    model: nn.Module, placements: Mapping[str, Mapping[str, Any]] | None, mesh: MeshSpec
-) -> dict[str, dict[str, Placement]]:
-    """The user's pins with our placements for torch's, and known axes only."""
-    found: dict[str, dict[str, Placement]] = {}
-    for pattern, by_axis in (placements or {}).items():
-        if not isinstance(by_axis, Mapping):
-            raise CompileError(
-                f"the pin '{pattern}' is {by_axis!r}, which names no axis", tries=f'{{"{pattern}": {{"tp": nd.S(0)}}}}'
-            )
-        for axis, given in by_axis.items():
-            if axis.partition(".")[0] not in AXIS_KINDS:
-                raise CompileError(
-                    f"the pin '{pattern}' names axis '{axis}', which no mesh has", tries=", ".join(mesh.names) or "tp"
-                )
-            if axis not in mesh.names:
-                continue
-            if KINDS[mesh[axis].kind].shards_batch:
-                raise CompileError(
-                    f"the pin '{pattern}' is on data axis '{axis}'",
-                    why="data axes are forced: inputs are sharded on the batch, parameters whole where they are used",
-                    tries="a pin on tp",
-                )
-            found.setdefault(pattern, {})[axis] = _placement(pattern, given)
-    return found
-
-
-def _placement(pattern: str, given: Any) -> Placement:
-    if isinstance(given, Placement):
-        return given
-    kind = type(given).__name__
-    if kind == "Shard":
-        return S(int(given.dim))
-    if kind == "Replicate":
-        return R
-    raise CompileError(f"the pin '{pattern}' has {given!r} for a placement", tries=("nd.S(0)", "nd.R"))
-
-
-def pinned_names(model: nn.Module, given: Mapping[str, Mapping[str, Placement]]) -> dict[str, str]:
-    """Each parameter or module that a pin matches, with the pin's text."""
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    names += [name for name, _ in model.named_modules()]
-    return {name: str(pin) for pattern, pin in given.items() for name in fnmatch.filter(names, pattern)}
-
-
-def as_pin(layout: Layout) -> dict[str, Placement]:
-    """A parameter's layout as pins on the axes where there is a choice."""
-    return {a: layout.on(a) for a in layout.axes if not KINDS[a.partition(".")[0]].shards_batch}
 
 
 def skeleton(model: nn.Module) -> nn.Module:

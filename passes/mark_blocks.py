@@ -34,6 +34,11 @@ def mark_blocks(
     return graph
 
 
+def is_port(node: fx.Node) -> bool:
+    """A block's own name for a value that it takes from outside."""
+    return bool(node.meta.get("port"))
+
+
 def _add_ports(graph: fx.GraphModule, nodes: list[fx.Node]) -> None:
     """Give a block one node for each value that it takes from others, so that equal blocks take them in one layout."""
     own, first = set(nodes), nodes[0]

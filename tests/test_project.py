@@ -33,6 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "codegen": {"placement", "mesh", "size", "rules"},
     "runtime": {"placement", "mesh"},
     "choose": {"rules", "route", "cost", "placement", "mesh", "size"},
+    "problem": {"rules", "axes", "choose", "cost", "placement", "mesh", "size"},
+    "pins": {"axes", "placement", "mesh"},
     "bind": {"runtime", "program", "placement", "mesh", "size"},
 }
 """Part → the parts that it may import, besides itself and `errors`. Parts that are not named may import any."""

@@ -1,0 +1,98 @@
+"""Pins: placements that the user fixes, by the name of a parameter or module, or by wildcard."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx, nn
+
+from ndcompile.axes import KINDS
+from ndcompile.errors import CompileError
+from ndcompile.mesh import KINDS as AXIS_KINDS
+from ndcompile.mesh import MeshSpec
+from ndcompile.placement import Layout, Placement, R, S
+
+Pins = Mapping[str, Mapping[str, Placement]]
+"""For a parameter or module by name (or wildcard): a placement on an axis."""
+
+
+def read_pins(placements: Mapping[str, Mapping[str, Any]] | None, mesh: MeshSpec) -> dict[str, dict[str, Placement]]:
+    """The user's pins with our placements for torch's, and known axes only."""
+    found: dict[str, dict[str, Placement]] = {}
+    for pattern, by_axis in (placements or {}).items():
+        if not isinstance(by_axis, Mapping):
+            raise CompileError(
+                f"the pin '{pattern}' is {by_axis!r}, which names no axis", tries=f'{{"{pattern}": {{"tp": nd.S(0)}}}}'
+            )
+        for axis, given in by_axis.items():
+            if axis.partition(".")[0] not in AXIS_KINDS:
+                raise CompileError(
+                    f"the pin '{pattern}' names axis '{axis}', which no mesh has", tries=", ".join(mesh.names) or "tp"
+                )
+            if axis not in mesh.names:
+                continue
+            if KINDS[mesh[axis].kind].shards_batch:
+                raise CompileError(
+                    f"the pin '{pattern}' is on data axis '{axis}'",
+                    why="data axes are forced: inputs are sharded on the batch, parameters whole where they are used",
+                    tries="a pin on tp",
+                )
+            found.setdefault(pattern, {})[axis] = _placement(pattern, given)
+    return found
+
+
+def _placement(pattern: str, given: Any) -> Placement:
+    if isinstance(given, Placement):
+        return given
+    kind = type(given).__name__
+    if kind == "Shard":
+        return S(int(given.dim))
+    if kind == "Replicate":
+        return R
+    raise CompileError(f"the pin '{pattern}' has {given!r} for a placement", tries=("nd.S(0)", "nd.R"))
+
+
+def pinned_names(model: nn.Module, given: Mapping[str, Mapping[str, Placement]]) -> dict[str, str]:
+    """Each parameter or module that a pin matches, with the pin's text."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in model.named_modules()]
+    return {name: str(pin) for pattern, pin in given.items() for name in fnmatch.filter(names, pattern)}
+
+
+def as_pin(layout: Layout) -> dict[str, Placement]:
+    """A parameter's layout as pins on the axes where there is a choice."""
+    return {a: layout.on(a) for a in layout.axes if not KINDS[a.partition(".")[0]].shards_batch}
+
+
+def resolve_pins(graph: fx.GraphModule, mesh: MeshSpec, pins: Pins) -> dict[str, dict[fx.Node, Placement]]:
+    """Each pin's nodes by axis: a parameter, or the last value that a module computes."""
+    nodes = [n for n in graph.graph.nodes if "shape" in n.meta]
+    names: dict[str, fx.Node] = {n.meta["module"]: n for n in nodes if n.op == "call_function" and n.meta["module"]}
+    names |= {n.meta["name"]: n for n in nodes if n.meta.get("role") == "parameter"}
+    found: dict[str, dict[fx.Node, Placement]] = {}
+    for pattern, placements in pins.items():
+        matches = fnmatch.filter(names, pattern)
+        if not matches:
+            raise CompileError(
+                f"the pin '{pattern}' matches no parameter and no module",
+                tries=tuple(_close(pattern, names)) or "a name from model.named_parameters()",
+            )
+        for axis, placement in placements.items():
+            if axis not in mesh.names and mesh.size(axis) == 1:
+                continue
+            for name in matches:
+                earlier = found.setdefault(axis, {}).setdefault(names[name], placement)
+                if earlier != placement:
+                    raise CompileError(
+                        f"pins contradict each other: '{name}' is {earlier} and {placement} on axis '{axis}'",
+                        why=f"the last of the pins that match it is '{pattern}'",
+                        tries="one pin for it, or narrower wildcards",
+                    )
+    return found
+
+
+def _close(pattern: str, names: Mapping[str, Any]) -> list[str]:
+    return [f"'{name}'" for name in difflib.get_close_matches(pattern, names, n=2)]

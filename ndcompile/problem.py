@@ -1,0 +1,196 @@
+"""The problem that `choose` solves, for one axis of one graph: every op's rows, every edge's cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from operator import getitem
+from typing import Any
+
+from torch import fx
+
+from ndcompile.axes import AxisKind
+from ndcompile.choose import Edge, Problem
+from ndcompile.cost import BUS, NOMINAL, conversion_bytes, conversion_time, op_time
+from ndcompile.mesh import MeshSpec
+from ndcompile.placement import I, Placement, R, S
+from ndcompile.rules.notation import Signature
+from ndcompile.rules.registry import operands, results, signature
+from ndcompile.rules.rows import Row, rows
+from ndcompile.size import Size
+
+OUTPUT = "output"
+
+
+@dataclass
+class State:
+    """What earlier axes have decided: each node's row an axis, and how many ways its factors are sharded."""
+
+    graph: fx.GraphModule
+    mesh: MeshSpec
+    local_outputs: bool = False
+    taken: dict[fx.Node, dict[str, int]] = field(default_factory=dict)
+    signatures: dict[fx.Node, Signature] = field(default_factory=dict)
+    parts: dict[fx.Node, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for node in self.ops():
+            if node.target is not getitem:
+                self.signatures[node] = signature(node)
+            self.taken[node] = {}
+        for node in self.graph.graph.nodes:
+            if "shape" in node.meta:
+                node.meta |= dict(placements={}, uses={}, key=key_of(node))
+                self.parts[node] = 1
+
+    def ops(self) -> list[fx.Node]:
+        return [n for n in self.graph.graph.nodes if n.op == "call_function" and "shape" in n.meta]
+
+    def sources(self) -> list[fx.Node]:
+        return [n for n in self.graph.graph.nodes if n.op == "placeholder"]
+
+
+def problem_on(state: State, kind: AxisKind, ranks: int) -> Problem:
+    """All choices on one axis, on the sizes that earlier axes leave."""
+    problem = Problem()
+    for node in state.sources():
+        options = _source_rows(node, kind, ranks)
+        price = kind.price * node.meta["nbytes"] / state.parts[node] / BUS if _is_matrix(node) else 0.0
+        _add(problem, node, options, [price * row.output.whole for row in options])
+    for node in state.ops():
+        options = _op_rows(state, node, kind, ranks)
+        _add(problem, node, options, [_op_cost(state, node, row, ranks) for row in options])
+    _add_edges(state, problem, kind, ranks)
+    _add_outputs(state, problem, kind, ranks)
+    return problem
+
+
+def key_of(node: fx.Node) -> Any:
+    """Nodes that stand at the same place of equal blocks have one key, and so one choice."""
+    return node.meta["alias"] if node.meta.get("block") or node.meta.get("role") else node.name
+
+
+def _add(problem: Problem, node: fx.Node, options: list[Row], costs: list[float]) -> None:
+    key = key_of(node)
+    problem.weights[key] += 1
+    problem.rows.setdefault(key, options)
+    problem.costs.setdefault(key, costs)
+
+
+def _is_matrix(node: fx.Node) -> bool:
+    return node.meta["role"] == "parameter" and len(node.meta["shape"]) > 1
+
+
+def _source_rows(node: fx.Node, kind: AxisKind, ranks: int) -> list[Row]:
+    shape = node.meta["shape"]
+    if node.meta["role"] == "parameter":
+        return [Row((), placement) for placement in kind.parameter_uses(shape, ranks)]
+    sharded = kind.shards_batch and node.meta["role"] == "input" and shape and "b" in shape[0].symbols
+    return [Row((), S(0) if sharded else R)]
+
+
+def _op_rows(state: State, node: fx.Node, kind: AxisKind, ranks: int) -> list[Row]:
+    if node.target is getitem:
+        whole = [I, R] if node.meta["grad"] else [R]
+        dims = [S(d) for d in range(len(node.meta["shape"]))]
+        return [Row((p,), p) for p in (*whole, *dims)]
+    bound, grads = (
+        state.signatures[node],
+        [o.meta["grad"] for o in ([node] if node.meta.get("port") else operands(node))],
+    )
+    found = rows(bound, ranks, taken=state.taken[node], grads=grads)
+    return [row for row in found if row.factor is None or kind.shards(bound.sizes[row.factor])]
+
+
+def _op_cost(state: State, node: fx.Node, row: Row, ranks: int) -> float:
+    """An op on a whole value is repeated on every rank: that is what makes sharded norms worth it."""
+    share = 1 / ranks if row.factor else 1.0
+    read = sum(o.meta["nbytes"] / state.parts[o] for o in operands(node))
+    moved = read + node.meta["nbytes"] / state.parts[node]
+    return op_time(_flops(state, node) * share, moved * share)
+
+
+def _flops(state: State, node: fx.Node) -> float:
+    """Multiplications and additions of a product, thrice with its backward; other ops have none to speak of."""
+    bound = state.signatures.get(node)
+    if bound is None or not any(len(term) > 1 for term in bound.terms or ()):
+        return 0.0
+    total = 6.0 if node.meta["grad"] else 2.0
+    for factor in bound.factors:
+        size = bound.sizes[factor]
+        total *= size.value({symbol: NOMINAL.get(symbol, NOMINAL["s"]) for symbol in size.symbols})
+        total /= state.taken[node].get(factor, 1)
+    return total
+
+
+def _add_edges(state: State, problem: Problem, kind: AxisKind, ranks: int) -> None:
+    for node in state.ops():
+        for number, value in enumerate(operands(node)):
+            place = ("place", node.meta.get("kind"))
+            cost = _unchanged if node.target is getitem else _EdgeCost.of(state, value, kind, ranks)
+            problem.edges.setdefault(Edge(key_of(value), key_of(node), number, place), cost)
+            problem.weights[place] = max(problem.weights[place], problem.weights[key_of(node)])
+
+
+def _unchanged(source: Placement, target: Placement) -> float:
+    """A list of tensors is taken apart as it is: conversions are of tensors."""
+    return 0.0 if source == target else float("inf")
+
+
+@dataclass(frozen=True)
+class _EdgeCost:
+    """Seconds, and bytes, of converting one value on one axis; what may not happen costs infinity."""
+
+    shape: tuple[Size, ...]
+    nbytes: float
+    grad: bool
+    parameter: bool
+    kind: AxisKind
+    ranks: int
+
+    @classmethod
+    def of(cls, state: State, value: fx.Node, kind: AxisKind, ranks: int) -> _EdgeCost:
+        meta = value.meta
+        parameter = meta.get("role") == "parameter"
+        return cls(meta["shape"], meta["nbytes"] / state.parts[value], meta["grad"], parameter, kind, ranks)
+
+    def __call__(self, source: Placement, target: Placement) -> float:
+        if source == target:
+            return 0.0
+        if self.parameter and source.kind == "S":
+            return float("inf")  # a sharded parameter is used where it lies; data axes gather it before
+        exchanged = (source, target) if source.kind == "S" else (target,)
+        if target.kind == "S" and not all(self._even(placement) for placement in exchanged):
+            return float("inf")
+        return conversion_time(source, target, self.nbytes, self.ranks, self.grad)
+
+    def volume(self, source: Placement, target: Placement) -> float:
+        return conversion_bytes(source, target, self.nbytes, self.ranks, self.grad)
+
+    def _even(self, placement: Placement) -> bool:
+        assert placement.dim is not None
+        if placement.dim >= len(self.shape):
+            return False
+        size = self.shape[placement.dim]
+        return self.kind.shards(size) and size.divides_by(self.ranks)
+
+
+def _add_outputs(state: State, problem: Problem, kind: AxisKind, ranks: int) -> None:
+    """A result is sharded on its batch over data axes; on others it is whole, or as sharded as it is made."""
+    for number, node in enumerate(returned(state.graph)):
+        shape, key = node.meta["shape"], (OUTPUT, number)
+        batched = kind.shards_batch and shape and "b" in shape[0].symbols
+        wanted = [S(0)] if batched else [I]
+        if not kind.shards_batch and not state.local_outputs:
+            wanted += [S(d) for d in range(len(shape))]
+        problem.rows[key] = [Row((p,), p) for p in wanted]
+        problem.costs[key] = [0.0] * len(wanted)
+        inner = _EdgeCost.of(state, node, kind, ranks)
+
+        def cost(source: Placement, target: Placement, inner: Any = inner, free: bool = not kind.shards_batch) -> float:
+            return float("inf") if free and target.kind == "S" and source != target else inner(source, target)
+
+        problem.edges[Edge(key_of(node), key, 0, key)] = cost
+
+
+def returned(graph: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in results(graph) if isinstance(n, fx.Node)]
