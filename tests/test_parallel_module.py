@@ -640,7 +640,7 @@ def run_claims(claims: tuple[Callable[[], None], ...]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def two() -> list[dict[str, str]]:
-    return ranks.run(2, run_claims, ON_TWO, timeout=120)
+    return ranks.run(2, run_claims, ON_TWO, timeout=240)
 
 
 @pytest.fixture(scope="module")
