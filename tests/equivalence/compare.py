@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import ndcompile as nd
 from ndcompile.mesh import MeshSpec
-from tests.equivalence.zoo import ZOO, Batch
+from tests.equivalence.zoo import ALL, Batch
 
 SAMPLES = 8
 LEARNING_RATE = 1e-2
@@ -76,7 +76,7 @@ def distance(a: Tensor, b: Tensor, least: float) -> float:
 
 
 def make(case: Case) -> tuple[nn.Module, Batch]:
-    model, batch = ZOO[case.model](SAMPLES)
+    model, batch = ALL[case.model](SAMPLES)
     if case.float64:
         model = model.double()
         batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}

@@ -14,6 +14,7 @@ import pytest
 
 from ndcompile.mesh import BUILT
 from tests.equivalence.compare import Case, measure_all, prepare
+from tests.equivalence.odd import ODD
 from tests.equivalence.zoo import ZOO
 from tests.ranks import run
 
@@ -69,3 +70,17 @@ def test_the_cover_is_part_of_the_matrix() -> None:
     for world_size, chosen in COVER.items():
         assert set(chosen) <= set(cases(world_size))
         assert {case.mesh for case in chosen} <= set(meshes(world_size))
+
+
+ODD_COVER = {
+    2: [Case(model, mesh) for mesh in meshes(2) for model in ODD],
+    4: [Case("fused attention", "dp_shard=2, tp=2"), Case("pooled", "tp=4"), Case("shared block", "dp_shard=2, tp=2"),
+        Case("gated", "dp_replicate=2, tp=2"), Case("towers", "dp_replicate=2, dp_shard=2")],
+}  # fmt: skip
+"""Models with fused matrices, shared blocks, uneven widths, several losses: on each axis, and on products."""
+
+
+@pytest.mark.equivalence
+@pytest.mark.parametrize("world_size", ODD_COVER)
+def test_odd_models_equal_one_device(world_size: int, tmp_path: Path) -> None:
+    check(world_size, ODD_COVER[world_size], tmp_path)

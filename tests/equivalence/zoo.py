@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.equivalence.odd import ODD
+
 Batch = dict[str, Tensor]
 
 
@@ -62,9 +64,24 @@ def _masked(name: str, vocabulary: int, size: int, length: int = 8) -> Batch:
     return {name: ids, "labels": labels}
 
 
+def odd(name: str) -> Callable[[int], tuple[nn.Module, Batch]]:
+    def make(size: int) -> tuple[nn.Module, Batch]:
+        torch.manual_seed(4)
+        model = ODD[name]()
+        if "ids" in model.forward.__code__.co_varnames:
+            return model, _masked("ids", 19, size)
+        return model, {"x": torch.randn(size, 12), "target": torch.randn(size, 12)}
+
+    return make
+
+
 ZOO: dict[str, Callable[[int], tuple[nn.Module, Batch]]] = {
     "mlp": mlp,
     "gpt": gpt(0.0),
     "gpt with dropout": gpt(0.1),
     "llama": llama,
 }
+"""The models of the matrix."""
+
+ALL = ZOO | {name: odd(name) for name in ODD}
+"""And those of `odd`."""

@@ -1,0 +1,116 @@
+"""Small models that do what larger ones do somewhere: each takes `ids`, `labels` or `x`, and returns a loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Results = dict[str, Tensor]
+
+
+class FusedAttention(nn.Module):
+    """One matrix for query, key and value, cut in three; softmax by hand, a mask from comparisons."""
+
+    def __init__(self, width: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.tokens = nn.Embedding(19, width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, 19)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Results:
+        b, s = ids.shape
+        q, k, v = self.qkv(self.tokens(ids)).chunk(3, -1)
+        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in (q, k, v))
+        places = torch.arange(s, device=ids.device)
+        scores = q @ k.transpose(-1, -2) / q.size(-1) ** 0.5
+        scores = scores.masked_fill(places[None, :] > places[:, None], -1e9)
+        y = (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, -1)
+        logits = self.out(y)
+        return {"loss": F.cross_entropy(logits.view(-1, 19), labels.view(-1), label_smoothing=0.1), "logits": logits}
+
+
+class Pooled(nn.Module):
+    """Mean over the sequence, a class a sample; two losses, one of them a norm of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(19, 16)
+        self.norm = nn.LayerNorm(16)
+        self.hidden = nn.Linear(16, 10)
+        self.head = nn.Linear(10, 5)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Results:
+        x = torch.tanh(self.hidden(self.norm(self.tokens(ids))))
+        logits = self.head(x.mean(1))
+        loss = F.cross_entropy(logits, labels[:, 0].clamp(min=0) % 5)
+        penalty = x.pow(2).mean() + x.abs().sum(-1).mean()
+        return {"loss": loss + 0.1 * penalty, "penalty": penalty, "logits": logits}
+
+
+class Shared(nn.Module):
+    """One block called three times, a matrix used straight and transposed, an input that is used late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(12, 20) / 4)
+        self.block = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 24), nn.SiLU(), nn.Linear(24, 12))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, target: Tensor) -> Results:
+        y = x
+        for _ in range(3):
+            y = y + self.scale * self.block(y)
+        z = torch.relu(y @ self.w) @ self.w.t()
+        z = torch.where(x > 0, z, y * 0.5) - 0.1
+        return {"loss": F.mse_loss(z, target), "z": z}
+
+
+class Gated(nn.Module):
+    """Gate and up in one matrix, a width that divides over nothing, a tied pair, a frozen matrix, an unused one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 2 * 9)
+        self.down = nn.Linear(9, 12, bias=False)
+        self.again = nn.Linear(9, 12, bias=False)
+        self.again.weight = self.down.weight
+        self.frozen = nn.Linear(12, 12)
+        self.unused = nn.Linear(3, 3)
+        for parameter in self.frozen.parameters():
+            parameter.requires_grad_(False)
+
+    def forward(self, x: Tensor, target: Tensor) -> Results:
+        gate, up = self.up(self.frozen(x)).split(9, dim=-1)
+        h = F.silu(gate) * up
+        y = self.down(h) + self.again(h.tanh())
+        with torch.no_grad():
+            shift = y.mean(0, keepdim=True)
+        y = y - shift
+        return {"loss": (y - target).pow(2).sum(-1).sqrt().mean(), "y": y}
+
+
+class Towers(nn.Module):
+    """Two lists of blocks, of which the second sees the first's result; blocks that differ in one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.GELU()) for _ in range(3))
+        self.right = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 8 * (i + 1)), nn.Linear(8 * (i + 1), 12)) for i in range(2)
+        )
+
+    def forward(self, x: Tensor, target: Tensor) -> Results:
+        skips = []
+        for block in self.left:
+            x = block(x) + x
+            skips.append(x)
+        for block, skip in zip(self.right, skips, strict=False):
+            x = block(x + skip)
+        return {"loss": F.mse_loss(x, target) + torch.cat(skips, -1).mean(), "x": x, "first": skips[0]}
+
+
+ODD = {
+    "fused attention": FusedAttention, "pooled": Pooled, "shared block": Shared, "gated": Gated, "towers": Towers,
+}  # fmt: skip
