@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from ndcompile import bind, pipeline, planning
-from ndcompile.capture import DynamicDims, Inputs, capture
+from ndcompile.capture import capture
 from ndcompile.codegen.emit import Names
 from ndcompile.errors import CompileError
+from ndcompile.inputs import DynamicDims, Inputs
 from ndcompile.mesh import MeshLike, MeshSpec
 from ndcompile.pins import as_pin, pinned_names, read_pins
 from ndcompile.precision import Precision
@@ -53,7 +54,7 @@ def compile(
     planning.check_option("outputs", outputs, ("sharded", "local"))
     folder = None if dump is None else Path(dump)
     begin = time.perf_counter()
-    autocast = planning.ambient_autocast(model, example)
+    autocast = planning.ambient_autocast(model)
     captured = capture(
         model, example, compute=precision.compute, float64=float64, dynamic_dims=dynamic_dims, autocast=autocast
     )
@@ -67,7 +68,7 @@ def compile(
     pipeline.run(job, folder)
     assert job.reference and job.local and job.emitted, "the pipeline has run all its steps"
     parameters = planning.parameters(model, job.graph, spec)
-    manifest = planning.manifest(model, example, captured, job, parameters, autocast)
+    manifest = planning.manifest(model, captured, job, parameters, autocast)
     return Program(
         job.emitted.source, manifest, spec, job.graph, job.local, job.reference, parameters, job.problems, times
     )

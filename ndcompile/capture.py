@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,48 +13,15 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ndcompile.autocast import Autocast, casts
 from ndcompile.errors import CompileError
+from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
+from ndcompile.regions import inline_regions
+from ndcompile.twin import WhereInputsAre, cast_parameters, on_meta, refuse_hooks
 
 BATCH, SEQUENCE = sympy.Symbol("b", positive=True, integer=True), sympy.Symbol("s", positive=True, integer=True)
-DynamicDims = Mapping[str, Mapping[int, str]]
-"""For an input by name, which of its dims is which symbol: `{"pixels": {0: "b"}}`."""
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """How the model is called: positional and keyword arguments, and where in them the tensors are."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @classmethod
-    def of(cls, example: object) -> Inputs:
-        """A dict is keyword arguments, a tuple or list positional ones, one tensor the only one."""
-        if isinstance(example, Mapping):
-            return cls((), dict(example))
-        if isinstance(example, (tuple, list)):
-            return cls(tuple(example), {})
-        return cls((example,), {})
-
-    def named(self, model: nn.Module) -> dict[str, Any]:
-        """Every leaf with a name that a user would give it: the parameter of `forward`, dotted where nested."""
-        signature = inspect.signature(model.forward)
-        try:
-            bound = signature.bind(*self.args, **self.kwargs).arguments
-        except TypeError as error:
-            raise CompileError(
-                f"the example inputs do not fit {type(model).__name__}.forward: {error}",
-                tries=f"example_inputs for forward{signature}",
-            ) from error
-        found: dict[str, Any] = {}
-        for name, value in bound.items():
-            for path, leaf in pytree.tree_flatten_with_path(value, is_leaf=lambda v: v is None)[0]:
-                found[name + pytree.keystr(path)] = leaf
-        return found
 
 
 @dataclass
@@ -93,12 +58,12 @@ def capture(
         cast_parameters(twin, torch.float64 if float64 else compute)
     named = example.named(model)
     symbols = name_dims(named, dynamic_dims)
-    traced = dict(_fakes(named, symbols, torch.float64 if float64 else None))
+    traced = dict(traced_inputs(named, symbols, torch.float64 if float64 else None))
     exported = _export(twin, example, named, symbols, traced)
     graph = exported.graph_module
     names = _label_placeholders(exported, model, list(named), constants)
     _refuse_sizes_from_values(graph)
-    _inline_regions(graph, autocast)
+    inline_regions(graph, autocast)
     if float64:
         widen_casts(graph)
     _propagate_dtypes(graph, traced)
@@ -109,72 +74,6 @@ def capture(
     assert spec is not None, "export returns the structure of its outputs"
     plain = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
     return Captured(graph, names, plain, spec, model.training)
-
-
-def refuse_hooks(model: nn.Module) -> None:
-    """Forward hooks on inner modules do not run in emitted code, so a model that has some is refused."""
-    for path, module in model.named_modules():
-        if has_hooks(module):
-            raise CompileError(
-                f"module '{path or type(model).__name__}' has a hook",
-                why="the emitted module has no inner calls that a hook could see",
-                tries=("remove the hook", "write its effect into forward"),
-            )
-
-
-def has_hooks(module: nn.Module) -> bool:
-    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
-
-
-def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
-    """A copy that shares no storage: parameters, buffers and plain tensor attributes on the meta device.
-
-    The second result gives the real tensor of each plain attribute by the id of its copy.
-    """
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        twin = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = (
-            nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
-        )
-    attributes: dict[int, Tensor] = {}
-    for module in model.modules():
-        for value in pytree.tree_leaves(list(vars(module).values())):
-            if isinstance(value, Tensor) and id(value) not in memo:
-                memo[id(value)] = torch.empty_like(value, device="meta")
-                attributes[id(memo[id(value)])] = value
-    return copy.deepcopy(model, memo), attributes
-
-
-def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Floating parameters become `dtype`; for float64 the buffers too. Tied parameters stay tied."""
-    assert dtype is not None
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-    if dtype == torch.float64:
-        for buffer in model.buffers():
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.to(dtype)
-
-
-def name_dims(named: Mapping[str, Any], dynamic_dims: DynamicDims | None) -> dict[str, dict[int, str]]:
-    """Which dim of which input is `b` or `s`: dim 0 of all is the batch, dim 1 of integer inputs the sequence.
-
-    A floating companion of an integer input has the sequence at dim 1 too if it has as many entries there.
-    """
-    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
-    for name in dynamic_dims or {}:
-        if name not in tensors:
-            raise CompileError(f"dynamic_dims names '{name}', which is no tensor input", tries=", ".join(tensors))
-    lengths = {value.shape[1] for value in tensors.values() if value.dim() > 1 and not value.is_floating_point()}
-    found: dict[str, dict[int, str]] = {}
-    for name, value in tensors.items():
-        dims = {0: "b"} if value.dim() else {}
-        if value.dim() > 1 and (not value.is_floating_point() or (value.dim() == 2 and value.shape[1] in lengths)):
-            dims[1] = "s"
-        found[name] = dict((dynamic_dims or {}).get(name, dims))
-    return found
 
 
 def _export(
@@ -201,56 +100,14 @@ def _export(
         raise _not_captured(model, error) from error
 
 
-FACTORIES = frozenset(
-    {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros}
-    | {torch.rand, torch.randint, torch.randn, torch.randperm, torch.tril_indices, torch.triu_indices}
-)
-
-
-class WhereInputsAre(TorchFunctionMode):
-    """Tensors that a model makes without saying a device are made where its inputs are: while traced, on meta."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if kwargs.get("device") is not None or function not in FACTORIES | {torch.tensor}:
-            return function(*args, **kwargs)
-        if function is torch.tensor:
-            return function(*args, **kwargs).to("meta")  # the values stay in the graph, as a constant
-        return function(*args, **kwargs | {"device": "meta"})
-
-
-def _fakes(
-    named: Mapping[str, Any], symbols: Mapping[str, Mapping[int, str]], widen: torch.dtype | None
-) -> Iterator[tuple[str, Any]]:
-    """Each input its own meta tensor, with sizes ≥ 2 that differ between symbols and from all other dims."""
-    used = {n for v in named.values() if isinstance(v, Tensor) for n in v.shape}
-    sizes = {}
-    for name, value in named.items():
-        for dim, symbol in symbols.get(name, {}).items():
-            if symbol == "s" or symbol not in sizes:
-                sizes[symbol] = int(value.shape[dim])
-    fresh = (n for n in (5, 7, 11, 13, 17, 19, 23) if n not in used)
-    for symbol in sizes:
-        if symbol == "b" or sizes[symbol] < 2:
-            sizes[symbol] = next(fresh)
-    for name, value in named.items():
-        if not isinstance(value, Tensor):
-            yield name, value
-            continue
-        shape = [sizes[symbols[name][d]] if d in symbols[name] else n for d, n in enumerate(value.shape)]
-        dtype = widen if widen is not None and value.is_floating_point() else value.dtype
-        yield name, torch.empty(shape, dtype=dtype, device="meta", requires_grad=value.requires_grad)
-
-
 def _not_captured(model: nn.Module, error: Exception) -> CompileError:
     text = str(error)
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\s*\n\s*(.*)', text)
     import traceback
 
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if "/torch/" not in frame.filename and not frame.filename.endswith("ndcompile/capture.py"):
+        ours = Path(frame.filename).parent == Path(__file__).parent
+        if "/torch/" not in frame.filename and not ours:
             frames.append((frame.filename, str(frame.lineno), frame.name, frame.line or ""))
             break
     source = f"{Path(frames[-1][0]).name}:{frames[-1][1]}   {frames[-1][3].strip()}" if frames else None
@@ -334,55 +191,6 @@ def _mutation(what: str, node: fx.Node | None = None) -> CompileError:
         why="an update of what outlives the call is not compiled yet",
         tries=("return the new value instead", "model.eval(), where only training updates it"),
     )
-
-
-def _inline_regions(graph: fx.GraphModule, autocast: Autocast | None) -> None:
-    """Put the bodies of no-grad and autocast regions in line: no-grad as `detach`; each node knows its autocast."""
-    for node in graph.graph.nodes:
-        node.meta["autocast"] = autocast
-    while regions := [n for n in graph.graph.nodes if str(n.target).startswith("wrap_with_")]:
-        for node in regions:
-            _inline(graph, node)
-    graph.graph.lint()
-
-
-def _inline(graph: fx.GraphModule, node: fx.Node) -> None:
-    grad_region = "set_grad" in str(node.target)
-    at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
-    settings, body_node, inputs = node.args[:at], node.args[at], node.args[at + 1 :]
-    assert isinstance(body_node, fx.Node)
-    body = getattr(graph, str(body_node.target))
-    inside = node.meta["autocast"] if grad_region else _autocast_of(settings)
-    stops = grad_region and not settings[0]
-    copied: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    with graph.graph.inserting_before(node):
-        for inner in body.graph.nodes:
-            if inner.op in ("placeholder", "output"):
-                continue
-            new = graph.graph.node_copy(inner, lambda n: copied[n])
-            new.meta["autocast"] = inside
-            if inner.op == "get_attr":
-                setattr(graph, str(inner.target), getattr(body, str(inner.target)))
-            if stops and isinstance(new.meta.get("val"), Tensor) and new.meta["val"].is_floating_point():
-                cut = graph.graph.call_function(torch.ops.aten.detach.default, (new,))
-                cut.meta = dict(new.meta)
-                copied[inner] = cut
-            else:
-                copied[inner] = new
-    results = fx.node.map_arg(body.graph.output_node().args[0], lambda n: copied[n])
-    for user in list(node.users):
-        assert user.target is operator.getitem, "a region's results are taken by getitem"
-        user.replace_all_uses_with(results[user.args[1]])
-        graph.graph.erase_node(user)
-    graph.graph.erase_node(node)
-    if not body_node.users:
-        graph.graph.erase_node(body_node)
-
-
-def _autocast_of(settings: Sequence[Any]) -> Autocast | None:
-    """From the arguments of an autocast region: device, dtype, enabled."""
-    device, dtype, enabled = str(settings[0]), settings[1], settings[2]
-    return Autocast(device, dtype or torch.get_autocast_dtype(device)) if enabled else None
 
 
 def widen_casts(graph: fx.GraphModule) -> None:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ndcompile.autocast import Autocast
 from ndcompile.axes import KINDS
-from ndcompile.capture import Captured, Inputs, name_dims, on_meta
+from ndcompile.capture import Captured
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshSpec
 from ndcompile.pipeline import Job
@@ -21,6 +21,7 @@ from ndcompile.placement import I, Layout
 from ndcompile.program import Parameter, parameter_plans
 from ndcompile.rules.registry import results
 from ndcompile.runtime.manifest import Argument, InputPlan, Manifest
+from ndcompile.twin import on_meta
 
 
 def check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -42,7 +43,7 @@ def examples(model: nn.Module) -> dict[str, Tensor]:
     return {"input_ids": ids} | ({"labels": ids.clone()} if "labels" in parameters else {})
 
 
-def ambient_autocast(model: nn.Module, example: Inputs) -> Autocast | None:
+def ambient_autocast(model: nn.Module) -> Autocast | None:
     """The autocast that compile is called under, for the device that the model is on."""
     device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), None)
     for kind in dict.fromkeys(filter(None, (device, "cuda", "cpu"))):
@@ -72,7 +73,6 @@ def parameters(model: nn.Module, graph: fx.GraphModule, mesh: MeshSpec) -> dict[
 
 def manifest(
     model: nn.Module,
-    example: Inputs,
     captured: Captured,
     job: Job,
     found: Mapping[str, Parameter],
@@ -82,11 +82,8 @@ def manifest(
     assert job.emitted is not None, "the pipeline emits"
     first = {id(p): name for name, p in model.named_parameters()}
     aliases = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name}
-    named = example.named(model)
-    symbols = name_dims(named, None)
     placeholders = {n.meta["name"]: n for n in captured.graph.graph.find_nodes(op="placeholder")}
     inputs = [_input_plan(name, placeholders[name]) for name in captured.inputs]
-    del symbols
     return Manifest(
         mesh=str(job.mesh),
         root=job.emitted.root,

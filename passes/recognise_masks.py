@@ -20,8 +20,8 @@ LONGEST = 4096
 
 
 def recognise_masks(graph: fx.GraphModule) -> fx.GraphModule:
-    """A mask that no input's values reach is computed at several sizes; if it is causal, or lets all through, at each of
-    them, attention is told so and the mask is dropped. One of the sizes is beyond every number in the mask's own
+    """Name the masks that no value of an input reaches: computed at several sizes, causal or all-pass at each of them,
+    attention is told so and the mask is dropped. One of the sizes is beyond every number in the mask's own
     computation, so that a window shows. Any other mask stays as it is, a tensor.
     """
     known: dict[fx.Node, str | None] = {}

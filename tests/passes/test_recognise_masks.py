@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from ndcompile.capture import Inputs, capture
+from ndcompile.capture import capture
+from ndcompile.inputs import Inputs
 from ndcompile.passes.drop_noops import drop_noops
 from ndcompile.passes.recognise_masks import recognise_masks
 from ndcompile.rules.registry import arguments

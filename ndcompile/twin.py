@@ -1,0 +1,80 @@
+"""A model's twin on the meta device: what is traced in its place, so that the model stays untouched."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ndcompile.errors import CompileError
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Forward hooks on inner modules do not run in emitted code, so a model that has some is refused."""
+    for path, module in model.named_modules():
+        if has_hooks(module):
+            raise CompileError(
+                f"module '{path or type(model).__name__}' has a hook",
+                why="the emitted module has no inner calls that a hook could see",
+                tries=("remove the hook", "write its effect into forward"),
+            )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
+def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
+    """A copy that shares no storage: parameters, buffers and plain tensor attributes on the meta device.
+
+    The second result gives the real tensor of each plain attribute by the id of its copy.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        twin = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = (
+            nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+        )
+    attributes: dict[int, Tensor] = {}
+    for module in model.modules():
+        for value in pytree.tree_leaves(list(vars(module).values())):
+            if isinstance(value, Tensor) and id(value) not in memo:
+                memo[id(value)] = torch.empty_like(value, device="meta")
+                attributes[id(memo[id(value)])] = value
+    return copy.deepcopy(model, memo), attributes
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Floating parameters become `dtype`; for float64 the buffers too. Tied parameters stay tied."""
+    assert dtype is not None
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    if dtype == torch.float64:
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
+
+
+FACTORIES = frozenset(
+    {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros}
+    | {torch.rand, torch.randint, torch.randn, torch.randperm, torch.tril_indices, torch.triu_indices}
+)
+
+
+class WhereInputsAre(TorchFunctionMode):
+    """Tensors that a model makes without saying a device are made where its inputs are: while traced, on meta."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") is not None or function not in FACTORIES | {torch.tensor}:
+            return function(*args, **kwargs)
+        if function is torch.tensor:
+            return function(*args, **kwargs).to("meta")  # the values stay in the graph, as a constant
+        return function(*args, **kwargs | {"device": "meta"})
