@@ -19,6 +19,7 @@ from ndcompile.cli import app
 from ndcompile.rules.registry import RULES
 from tests import ranks
 from tests.models import Stack, seeded, tokens
+from tests.test_project import MAY_IMPORT
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -137,6 +138,12 @@ def test_every_step_has_its_row() -> None:
     for (_, named), step in zip(rows[1:], PIPELINE, strict=True):
         ensured = [check.__name__ for check in step.ensures]
         assert re.findall(r"`(\w+)`", named) == [name if name != "<lambda>" else "ops_are_legal" for name in ensured]
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_every_part_that_is_held_is_in_the_table(part: str) -> None:
+    text = PAGES["architecture"].read_text()
+    assert part == "errors" or f"`{part}.py`" in text or f"`{part}/`" in text
 
 
 @pytest.mark.parametrize("page", PAGES)
