@@ -57,12 +57,17 @@ class _Builder:
 
 
 def _reduced(build: _Builder, values: fx.Node, reduction: int, count: Callable[[], Any]) -> fx.Node:
+    """The sum or mean of the values; half precisions are added in float32, over ranks too, as torch does on one."""
     if reduction == NONE:
         return values
-    total = build(aten.sum.default, values, sizes=(), dtype=values.meta["dtype"])
-    if reduction == SUM:
-        return total
-    return build(aten.div.Tensor, total, count(), sizes=(), dtype=values.meta["dtype"])
+    dtype, sizes = values.meta["dtype"], values.meta["sizes"]
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    if wide != dtype:
+        values = build(aten.to.dtype, values, wide, sizes=sizes, dtype=wide)
+    total = build(aten.sum.default, values, sizes=(), dtype=wide)
+    if reduction == MEAN:
+        total = build(aten.div.Tensor, total, count(), sizes=(), dtype=wide)
+    return total if wide == dtype else build(aten.to.dtype, total, dtype, sizes=(), dtype=dtype)
 
 
 def _cross_entropy(build: _Builder, node: fx.Node) -> fx.Node:

@@ -22,6 +22,9 @@ SAMPLES = 8
 LEARNING_RATE = 1e-2
 STEPS = 2
 CLIP = 0.1
+EPS = {True: 1e-8, False: 1e-3}
+"""AdamW's eps in float64 mode (torch's default) and in float32: there a gradient near 1e-8 is all rounding, and dividing
+it by its own size would make steps of it; 1e-3 keeps the step a smooth function of the gradient."""
 BAR = {True: 1e-10, False: 1e-6}
 """The largest distance in float64 mode and in float32; there, if one device itself rounds further, four times that."""
 
@@ -89,18 +92,18 @@ def prepare(case: Case, folder: Path) -> Path:
     nd.compile(model, case.mesh, batch, float64=case.float64).save(folder / "program.py")
     exact_model, exact_batch = make(replace(case, float64=True))
     program = nd.compile(exact_model, "", exact_batch, float64=True)
-    steps = [list(train(program.one_device(exact_model), exact_model, exact_batch))]
+    steps = [list(train(program.one_device(exact_model), exact_model, exact_batch, EPS[case.float64]))]
     if not case.float64:
         callee = nd.compile(model, "", batch).one_device(model) if program.manifest.random else model
-        steps.append(list(train(callee, model, batch)))
+        steps.append(list(train(callee, model, batch, EPS[False])))
     torch.save(steps, folder / "steps.pt")
     torch.save(case, folder / "case.pt")
     return folder
 
 
-def train(callee: nn.Module, model: nn.Module, batch: Batch) -> list[Step]:
+def train(callee: nn.Module, model: nn.Module, batch: Batch, eps: float) -> list[Step]:
     """Two clipped AdamW steps on the whole batch."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=eps, fused=True)
     steps = []
     for number in range(STEPS):
         torch.manual_seed(number)
@@ -124,7 +127,7 @@ def measure(folder: Path) -> Outcome:
     parallel = nd.load(folder / "program.py", model)
     spec, rank = MeshSpec.parse(case.mesh), torch.distributed.get_rank()
     outcome = Outcome(case)
-    taken = steps_on_mesh(parallel, own_rows(batch, spec, rank))
+    taken = steps_on_mesh(parallel, own_rows(batch, spec, rank), EPS[case.float64])
     for number, (found, step) in enumerate(zip(taken, exact, strict=True)):
         local = replace(step, results=own_results(step.results, spec, rank))
         outcome.distances |= distances(number, found, local)
@@ -133,7 +136,7 @@ def measure(folder: Path) -> Outcome:
     return outcome
 
 
-def steps_on_mesh(parallel: nn.Module, batch: Batch) -> list[Step]:
+def steps_on_mesh(parallel: nn.Module, batch: Batch, eps: float) -> list[Step]:
     """The steps of `train`, with every DTensor gathered."""
     return [
         Step(
@@ -142,7 +145,7 @@ def steps_on_mesh(parallel: nn.Module, batch: Batch) -> list[Step]:
             whole(step.norm),
             {k: whole(p) for k, p in step.parameters.items()},
         )
-        for step in train(parallel, parallel, batch)
+        for step in train(parallel, parallel, batch, eps)
     ]
 
 
