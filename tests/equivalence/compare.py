@@ -23,8 +23,9 @@ LEARNING_RATE = 1e-2
 STEPS = 2
 CLIP = 0.1
 EPS = {True: 1e-8, False: 1e-3}
-"""AdamW's eps in float64 mode (torch's default) and in float32: there a gradient near 1e-8 is all rounding, and dividing
-it by its own size would make steps of it; 1e-3 keeps the step a smooth function of the gradient."""
+"""AdamW's eps in float64 mode (torch's default) and in float32: there a gradient near 1e-8 is all rounding, and
+dividing it by its own size would make steps of it; 1e-3 keeps the step a smooth function of the gradient.
+"""
 BAR = {True: 1e-10, False: 1e-6}
 """The largest distance in float64 mode and in float32; there, if one device itself rounds further, four times that."""
 
