@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ndcompile.checks import Duty, duties
 from ndcompile.choose import Problem
 from ndcompile.cost import NOMINAL
 from ndcompile.errors import CompileError
@@ -78,6 +79,10 @@ class Program:
     def collectives(self) -> list[Collective]:
         """Every collective, in order of the forward: bytes are at the nominal sizes of `ndcompile.cost.NOMINAL`."""
         return collectives(self.graph, self.mesh)
+
+    def duties(self) -> list[Duty]:
+        """Who reduces what: a row for each parameter, axis and use, with the dtype of the reduction."""
+        return duties(self.graph, self.mesh)
 
     def explain(self, name: str) -> str:
         """Why a parameter or module has its placement: each alternative, and what the program would cost with it."""

@@ -304,3 +304,12 @@ def test_an_mlp_on_tp_has_one_all_reduce_forward() -> None:
     model = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12))
     program = nd.compile(model, "tp=2", torch.randn(4, 12))
     assert [f"{c.side} {c}" for c in program.collectives()] == ["forward all_reduce(tp)"]
+
+
+def test_the_duty_table_says_who_reduces_each_gradient() -> None:
+    rows = {(duty.parameter, duty.axis): duty for duty in stack("dp_shard=2, tp=2").duties()}
+    norm = rows["layers.0.norm.weight", "tp"]
+    assert (norm.cotangent, norm.reductions) == (nd.P(), ("all_reduce",))
+    up = rows["layers.0.mlp.up.weight", "tp"]
+    assert up.cotangent.kind == "S" and up.reductions == ()
+    assert rows["layers.0.mlp.up.weight", "dp_shard"].reductions == ("reduce_scatter",)
