@@ -33,6 +33,26 @@ def _together(given: list[bool]) -> bool:
     return all(given[first : first + count])
 
 
+def gathered(call: Call) -> Signature:
+    """`gather(x, dim, index)`: whole along `dim`, where the index has a size of its own; linear in `x`.
+
+    Another dim is tied to the index's only where both are of one size: a shorter index takes a part of `x`.
+    """
+    source, index = call.operands
+    at = call.arguments["dim"] % len(source)
+    tied = [n == m and d != at for d, (n, m) in enumerate(zip(source, index, strict=True))]
+    table = " ".join(f"d{d}" if same else f"t{d}!" for d, same in enumerate(tied))
+    taken = " ".join(f"d{d}" if same or d == at else f"u{d}!" for d, same in enumerate(tied))
+    return line(f"({table})({taken}) -> {taken}")(call)
+
+
+def convolution(call: Call) -> Signature:
+    """`conv2d` over batch, and over output or input channels; a window needs its neighbours, so space is whole."""
+    if call.arguments["groups"] != 1:
+        raise RuleError(f"conv2d with groups={call.arguments['groups']} has no rule: its channels run together in parts")
+    return line("(n c x! y!)(o c p! q!) -> n o u! v!", "(n c x! y!)(o c p! q!) + o -> n o u! v!")(call)
+
+
 def embedding(call: Call) -> Signature:
     """A sharded table is looked up with a mask; what depends on how often an id occurs cannot be sharded."""
     for option in ("scale_grad_by_freq", "sparse"):
@@ -58,6 +78,8 @@ RULES: dict[str, Rule] = {
     "aten.log_softmax.int": along(default=-1, linear=False),
     "aten.embedding.default": embedding,
     "aten.index.Tensor": lookup,
+    "aten.gather.default": gathered,
+    "aten.conv2d.default": convolution,
     "aten.scaled_dot_product_attention.default": line(
         "f(* s! d!, * t! d!, * t! e!) -> * s! e!",
         "f(* s! d!, * t! d!, * t! e!, * s! t!) -> * s! e!",

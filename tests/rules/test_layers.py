@@ -40,6 +40,13 @@ CASES: list[Case] = [
     case("aten.index.Tensor", f(6, 4, 5), [ints(7, high=6), None, ints(7, high=5)]),
     case("aten.index.Tensor", f(6, 4, 5, 8), [None, ints(9, high=4), ints(9, high=5)]),
     case("aten.index.Tensor", ints(12, 5, high=9), [ints(1, 6, high=12), ints(4, 1, high=5)]),
+    case("aten.gather.default", f(4, 6, 5), 1, ints(4, 3, 5, high=6)),
+    case("aten.gather.default", f(12, 7), -1, ints(12, 4, high=7)),
+    case("aten.gather.default", f(6, 5), 0, ints(4, 5, high=6)),
+    case("aten.gather.default", f(6, 5), 0, ints(4, 3, high=6)),
+    case("aten.conv2d.default", f(4, 6, 5, 5), f(12, 6, 3, 3), f(12), padding=[1, 1]),
+    case("aten.conv2d.default", f(B, 3, 4, 6), f(4, 3, 2, 2), None, [2, 2]),
+    case("aten.conv2d.default", f(3, 4, 3, 3), f(7, 4, 3, 3), f(7)),
     case("aten.scaled_dot_product_attention.default", Q, K, V),
     case("aten.scaled_dot_product_attention.default", Q, K, V, None, 0.0, True),
     case("aten.scaled_dot_product_attention.default", f(2, 5, 6, 3), f(2, 5, 7, 3), f(2, 5, 7, 4), f(6, 7)),
@@ -100,3 +107,8 @@ def test_masks_of_attention_may_broadcast() -> None:
         grads=[True, True, True, False],
     )
     assert (S(1), S(1), S(1), R) in {row.operands for row in found}
+
+
+def test_a_convolution_in_groups_has_no_rule() -> None:
+    with pytest.raises(CompileError, match="conv2d with groups=2 has no rule"):
+        every_row_holds(case("aten.conv2d.default", f(4, 6, 5, 5), f(12, 3, 3, 3), groups=2))
