@@ -49,7 +49,7 @@ def gathered(call: Call) -> Signature:
 def convolution(call: Call) -> Signature:
     """`conv2d` over batch, and over output or input channels; a window needs its neighbours, so space is whole."""
     if call.arguments["groups"] != 1:
-        raise RuleError(f"conv2d with groups={call.arguments['groups']} has no rule: its channels run together in parts")
+        raise RuleError(f"conv2d with groups={call.arguments['groups']} has no rule: channels run together in parts")
     return line("(n c x! y!)(o c p! q!) -> n o u! v!", "(n c x! y!)(o c p! q!) + o -> n o u! v!")(call)
 
 

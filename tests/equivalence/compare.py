@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import ndcompile as nd
 from ndcompile.mesh import MeshSpec
+from tests.equivalence.hf import MODELS
 from tests.equivalence.zoo import ALL, Batch
 
 SAMPLES = 8
@@ -80,7 +81,7 @@ def distance(a: Tensor, b: Tensor, least: float) -> float:
 
 
 def make(case: Case) -> tuple[nn.Module, Batch]:
-    model, batch = ALL[case.model](SAMPLES)
+    model, batch = (ALL | MODELS)[case.model](SAMPLES)
     if case.float64:
         model = model.double()
         batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}

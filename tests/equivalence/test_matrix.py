@@ -14,6 +14,7 @@ import pytest
 
 from ndcompile.mesh import BUILT
 from tests.equivalence.compare import Case, measure_all, prepare
+from tests.equivalence.hf import MODELS
 from tests.equivalence.odd import ODD
 from tests.equivalence.zoo import ZOO
 from tests.ranks import run
@@ -84,3 +85,9 @@ ODD_COVER = {
 @pytest.mark.parametrize("world_size", ODD_COVER)
 def test_odd_models_equal_one_device(world_size: int, tmp_path: Path) -> None:
     check(world_size, ODD_COVER[world_size], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", MODELS)
+def test_transformers_models_equal_one_device(model: str, tmp_path: Path) -> None:
+    check(2, [Case(model, mesh) for mesh in meshes(2)], tmp_path)

@@ -39,7 +39,7 @@ def gpt(dropout: float) -> Callable[[int], tuple[nn.Module, Batch]]:
 
         torch.manual_seed(2)
         model = ByteGPT(width=32, depth=2, heads=8, context=16, dropout=dropout)
-        return model, _masked("ids", 257, size)
+        return model, masked("ids", 257, size)
 
     return make
 
@@ -52,10 +52,10 @@ def llama(size: int) -> tuple[nn.Module, Batch]:
         vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=32, use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**settings)), _masked("input_ids", 131, size)
+    return LlamaForCausalLM(LlamaConfig(**settings)), masked("input_ids", 131, size)
 
 
-def _masked(name: str, vocabulary: int, size: int, length: int = 8) -> Batch:
+def masked(name: str, vocabulary: int, size: int, length: int = 8) -> Batch:
     """Tokens, and labels of which sample i masks its first i tokens: unequal between ranks."""
     ids = torch.randint(vocabulary, (size, length))
     labels = ids.clone()
@@ -69,7 +69,7 @@ def odd(name: str) -> Callable[[int], tuple[nn.Module, Batch]]:
         torch.manual_seed(4)
         model = ODD[name]()
         if "ids" in model.forward.__code__.co_varnames:
-            return model, _masked("ids", 19, size)
+            return model, masked("ids", 19, size)
         return model, {"x": torch.randn(size, 12), "target": torch.randn(size, 12)}
 
     return make

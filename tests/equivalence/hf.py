@@ -1,0 +1,61 @@
+"""transformers' models as they come, small, with seeded weights: no plan, hook or patch for any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.equivalence.zoo import Batch, masked
+
+VOCABULARY = 131
+SIZES: dict[str, Any] = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY,
+    use_cache=False, max_position_embeddings=32,
+)  # fmt: skip
+GROUPED: dict[str, Any] = SIZES | dict(num_key_value_heads=2, head_dim=8)
+NO_DROPOUT: dict[str, Any] = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+def _gpt2(dropout: float) -> dict[str, Any]:
+    sizes: dict[str, Any] = dict(n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=VOCABULARY, use_cache=False)
+    return sizes | dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=1, eos_token_id=2)
+
+
+CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "GPT-2": ("GPT2LMHeadModel", "GPT2Config", _gpt2(0.0)),
+    "GPT-2 with dropout": ("GPT2LMHeadModel", "GPT2Config", _gpt2(0.1)),
+    "Qwen3": ("Qwen3ForCausalLM", "Qwen3Config", GROUPED),
+    "Mistral": ("MistralForCausalLM", "MistralConfig", GROUPED | dict(sliding_window=4)),
+    "Phi-3": ("Phi3ForCausalLM", "Phi3Config", SIZES | dict(num_key_value_heads=2, pad_token_id=0, eos_token_id=2)),
+    "Gemma-2": ("Gemma2ForCausalLM", "Gemma2Config", GROUPED),
+    "BERT": ("BertForMaskedLM", "BertConfig", SIZES | NO_DROPOUT),
+    "ALBERT": ("AlbertForMaskedLM", "AlbertConfig", SIZES | NO_DROPOUT | dict(embedding_size=16)),
+    "ViT": (
+        "ViTForImageClassification",
+        "ViTConfig",
+        {k: SIZES[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+        | NO_DROPOUT
+        | dict(image_size=16, patch_size=4, num_labels=5),
+    ),
+}
+"""Name → model class, config class, config."""
+
+
+def maker(name: str) -> Callable[[int], tuple[nn.Module, Batch]]:
+    def make(size: int) -> tuple[nn.Module, Batch]:
+        import transformers
+
+        model, config, sizes = CONFIGS[name]
+        torch.manual_seed(5)
+        made = getattr(transformers, model)(getattr(transformers, config)(**sizes))
+        if name == "ViT":
+            return made, {"pixel_values": torch.randn(size, 3, 16, 16), "labels": torch.randint(5, (size,))}
+        return made, masked("input_ids", VOCABULARY, size)
+
+    return make
+
+
+MODELS = {name: maker(name) for name in CONFIGS}
