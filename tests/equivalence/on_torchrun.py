@@ -1,0 +1,90 @@
+"""The models of the matrix on two ranks that torchrun starts: NCCL where each has a GPU, else gloo.
+
+    torchrun --nproc-per-node 2 -m tests.equivalence.on_torchrun
+
+Rank 0 first compiles all cases and trains them on one device, on the CPU. Prints one JSON line a rank: how many cases,
+the largest distance and where, and the failures. In float64 mode.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ndcompile.mesh import MeshSpec
+from tests.equivalence import compare
+from tests.equivalence.compare import Case, Outcome, measure, prepare
+from tests.equivalence.hf import MODELS
+from tests.equivalence.zoo import ALL
+
+CASES = [Case(model, mesh) for model in (*ALL, *MODELS) for mesh in ("dp_shard=2", "tp=2", "dp_replicate=2")]
+
+
+def prepare_alone(case: Case, folder: Path) -> None:
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True)
+    prepare(case, folder)
+
+
+def prepare_all(root: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    folders = [root / str(number) for number in range(len(CASES))]
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), mp_context=context) as pool:
+        list(pool.map(prepare_alone, CASES, folders))
+
+
+def join() -> torch.device:
+    """Start the process group; the device of this rank."""
+    local = int(os.environ["LOCAL_RANK"])
+    on_gpus = torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", local) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpus else "gloo", timeout=timedelta(seconds=600), device_id=device if on_gpus else None
+    )
+    return device
+
+
+def measure_on(device: torch.device, root: Path) -> list[Outcome]:
+    """Every case, with this rank's rows on its device; distances are taken on the CPU."""
+    rows, far = compare.own_rows, compare.distance
+
+    def moved(batch: dict, spec: MeshSpec, rank: int) -> dict:
+        return {name: value.to(device) for name, value in rows(batch, spec, rank).items()}
+
+    def apart(a: Tensor, b: Tensor, least: float) -> float:
+        return far(a.cpu(), b.cpu(), least)
+
+    compare.own_rows, compare.distance = moved, apart
+    return [measure(root / str(number)) for number in range(len(CASES))]
+
+
+def main() -> None:
+    root = Path(tempfile.gettempdir(), f"ndcompile_cases_{os.environ['MASTER_PORT']}")
+    if int(os.environ["RANK"]) == 0:
+        prepare_all(root)
+    device = join()
+    dist.barrier()
+    outcomes = measure_on(device, root)
+    worst, case = max((max(o.distances.values()), str(o.case)) for o in outcomes)
+    failures = [text for outcome in outcomes for text in outcome.failures]
+    row = dict(rank=dist.get_rank(), backend=dist.get_backend(), cases=len(outcomes), worst=worst, at=case)
+    print(json.dumps(row | dict(failures=failures)), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
