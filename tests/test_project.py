@@ -87,10 +87,8 @@ def test_module_imports_only_what_its_part_may(module: str) -> None:
         assert found <= MAY_IMPORT[own], f"{module} may not import {sorted(found - MAY_IMPORT[own])}"
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "ndcompile.runtime.private"])
 def test_private_torch_names_stay_in_one_module(module: str) -> None:
-    if module == "ndcompile.runtime.private":
-        pytest.skip("the one module")
     names = set(private_torch_names(ast.parse(MODULES[module].read_text())))
     private = sorted(name for name in names if not allowed_private(name))
     assert not private, f"{module} uses {private}: give ndcompile.runtime.private a function for it"
@@ -173,8 +171,6 @@ ALLOWED = {"pyproject.toml", "README.md", "ndcompile", "passes", "tests", "examp
 
 @pytest.fixture(scope="module")
 def tracked() -> list[Path]:
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout")
     done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     return [Path(name) for name in done.stdout.split("\0") if name and (ROOT / name).exists()]
 

@@ -1,0 +1,55 @@
+"""The private torch APIs that ndcompile stands on are there, in each torch release that was tried."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+TRIED = ("2.11", "2.13", "2.14")
+"""The releases on which the suite, or a part of it, has run."""
+
+OPS = {
+    "all_reduce": ["input", "reduce_op", "group_name"],
+    "all_gather_into_tensor": ["input", "group_size", "group_name"],
+    "reduce_scatter_tensor": ["input", "reduce_op", "group_size", "group_name"],
+    "all_to_all_single": ["input", "output_split_sizes", "input_split_sizes", "group_name"],
+    "wait_tensor": ["tensor"],
+}
+
+
+def test_this_release_of_torch_was_tried() -> None:
+    release = ".".join(torch.__version__.split(".")[:2])
+    assert release in TRIED, f"torch {release} is new: run this file, then the suite, and add it to TRIED"
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_functional_collectives_take_what_private_gives_them(name: str) -> None:
+    schema = getattr(torch.ops._c10d_functional, name).default._schema
+    assert [argument.name for argument in schema.arguments] == OPS[name]
+
+
+def test_dtensors_have_a_local_tensor_and_a_spec() -> None:
+    assert {"_local_tensor", "_spec"} <= set(DTensor.__slots__)
+    assert callable(DeviceMesh._flatten)
+
+
+def test_strided_shards_take_a_split_factor() -> None:
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    assert _StridedShard(1, split_factor=4).split_factor == 4
+
+
+def test_autograd_says_whether_a_backward_runs() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(torch._C._current_graph_task_id()))
+    assert torch._C._current_graph_task_id() == -1
+    x.sum().backward()
+    assert seen and seen[0] != -1
+
+
+def test_storages_are_told_apart_by_their_address() -> None:
+    x = torch.ones(4)
+    assert x.untyped_storage()._cdata == x[1:].untyped_storage()._cdata != x.clone().untyped_storage()._cdata
