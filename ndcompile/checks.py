@@ -64,6 +64,21 @@ def every_value_placed(graph: fx.GraphModule, mesh: MeshSpec) -> None:
             raise _broken(f"%{node.name} has layout '{layout}' on mesh '{mesh}'", node, "each axis needs one placement")
 
 
+def parameters_lie_where_they_are_used(graph: fx.GraphModule, mesh: MeshSpec) -> None:
+    """What shards a parameter in compute shards it between steps in the same order, and outside of what is gathered."""
+    for node in graph.graph.find_nodes(op="placeholder"):
+        if "stored" not in node.meta:
+            continue
+        for kept, used in zip(node.meta["stored"].dims, node.meta["layout"].dims, strict=True):
+            if kept[: len(used)] != used:
+                raise _broken(
+                    f"'{node.meta['name']}' lies as '{node.meta['stored']}', but compute takes it as "
+                    f"'{node.meta['layout']}'",
+                    node,
+                    "a rank would hold other rows than those that it uses",
+                )
+
+
 def no_implicit_communication(graph: fx.GraphModule, mesh: MeshSpec) -> None:
     """Every operand has the layout that its op was given a row for; every result the contract's."""
     for node in [*_ops(graph), graph.graph.output_node()]:

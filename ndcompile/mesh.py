@@ -211,12 +211,26 @@ def _build(pairs: list[tuple[str, object]], spec: object, world_size: int | None
                 f"  try  a whole number of ranks, at least 1, or -1 for the rest"
             )
         sizes[name] = size
-    filled = _rest(sizes, spec, world_size)
-    return MeshSpec(tuple(Axis(name, filled[name]) for name in KINDS if filled[name] > 1))
+    _refuse_whole_and_parts(sizes, spec)
+    axes = [Axis(name, size) for name, size in _filled(sizes, spec, world_size).items() if size > 1]
+    return MeshSpec(tuple(sorted(axes, key=_place_in_mesh)))
+
+
+def _place_in_mesh(axis: Axis) -> tuple[int, int]:
+    """Kinds in mesh order, the parts of a split axis in their own."""
+    return KINDS.index(axis.kind), int(axis.name.partition(".")[2] or 0)
+
+
+def _refuse_whole_and_parts(sizes: Mapping[str, int], spec: object) -> None:
+    for name in sizes:
+        whole, dot, _ = name.partition(".")
+        if dot and whole in sizes:
+            raise MeshError(f"axis '{whole}' is given whole and in parts in mesh '{spec}'\n  try  one of the two")
 
 
 def _known(name: str, spec: object) -> str:
-    if name in BUILT:
+    whole, dot, number = name.partition(".")
+    if whole in BUILT and (not dot or number.isdecimal()):
         return name
     if name in KINDS:
         raise MeshError(f"axis '{name}' in mesh '{spec}' is not built yet\n  try  {', '.join(BUILT)}")
@@ -225,8 +239,8 @@ def _known(name: str, spec: object) -> str:
     raise MeshError(f"unknown axis '{name}' in mesh '{spec}'\n  try  {hint}")
 
 
-def _rest(sizes: dict[str, int], spec: object, world_size: int | None) -> dict[str, int]:
-    """The size of every kind: -1 is the rest of the world, an absent axis has size 1."""
+def _filled(sizes: dict[str, int], spec: object, world_size: int | None) -> dict[str, int]:
+    """The sizes with the number that -1 stands for: the rest of the world."""
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
         raise MeshError(f"-1 stands twice in mesh '{spec}'\n  try  -1 for one axis only: it takes the rest")
@@ -240,4 +254,4 @@ def _rest(sizes: dict[str, int], spec: object, world_size: int | None) -> dict[s
                 f"  try  sizes whose product divides {world_size}"
             )
         sizes = sizes | {open_axes[0]: world_size // given}
-    return {kind: sizes.get(kind, 1) for kind in KINDS}
+    return sizes

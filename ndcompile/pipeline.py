@@ -97,7 +97,7 @@ PIPELINE: tuple[Step, ...] = (
     Step("replace_dropout", lambda job: replace_dropout(job.graph), (checks.no_hidden_randomness,)),
     Step("keep_reference", _keep_reference),
     Step("measure_values", lambda job: measure_values(job.graph, job.mesh)),
-    Step("propagate_layouts", _propagate, (checks.every_value_placed,)),
+    Step("propagate_layouts", _propagate, (checks.every_value_placed, checks.parameters_lie_where_they_are_used)),
     Step(
         "insert_collectives",
         lambda job: insert_collectives(job.graph, job.mesh, job.precision),

@@ -86,7 +86,7 @@ class _Inserter:
             for move in moves:
                 arguments = _arguments(value, move, layout, self.mesh)
                 node = self.graph.graph.call_function(getattr(runtime, move.conversion.name), *arguments)
-                layout = _moved(layout, move)
+                layout = move.apply(layout)
                 node.meta = _meta(value, before, move, layout, bucket, self.precision)
                 value = node
         return value
@@ -115,12 +115,6 @@ def same(here: Layout, there: Layout, grad: bool) -> bool:
         return here == there
     rest = dict(there.rest)
     return all(p == rest[a] or (p.whole and rest[a].whole) for a, p in here.rest)
-
-
-def _moved(layout: Layout, move: Move) -> Layout:
-    for axis in reversed(move.axes) if move.source.kind == "S" else move.axes:
-        layout = layout.replace(axis, move.target)
-    return layout
 
 
 def _arguments(value: fx.Node, move: Move, layout: Layout, mesh: MeshSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:

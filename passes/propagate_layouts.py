@@ -129,7 +129,8 @@ def _stored(node: fx.Node, mesh: MeshSpec, order: list[str]) -> Layout:
     free = [d for d in range(len(shape)) if shape[d].divides_by(taken.get(d, 1))]  # one axis may cut a dim unevenly
     dims = sorted(free, key=lambda d: (d in taken, d))
     dim = dims[0] if dims else None
-    placements = {a: KINDS[mesh[a].kind].stored(used[a], dim) for a in reversed(order)}
+    outer_first = sorted(order, key=lambda name: KINDS[mesh[name].kind].shards_batch)  # data axes are gathered first
+    placements = {a: KINDS[mesh[a].kind].stored(used[a], dim) for a in outer_first}
     return Layout.make(len(shape), placements)
 
 

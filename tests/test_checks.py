@@ -499,3 +499,14 @@ def test_a_partial_denominator() -> None:
     made = insert(graph, "linear_1", aten.div.Tensor)
     made.args = (node(graph, "x"), made.args[0])
     assert complaint(legal, graph).startswith("div cannot take R, P on axis 'tp'\n")
+
+
+def test_a_parameter_that_lies_in_another_order_than_it_is_used() -> None:
+    graph = graph_of("mlp", "tp.0=2, tp.1=2")
+    weight = next(n for n in graph.graph.nodes if n.meta.get("name") == "up.weight")
+    weight.meta["stored"] = Layout.make(2, {"tp.1": S(0), "tp.0": S(0)})
+    assert complaint(checks.parameters_lie_where_they_are_used, graph, "tp.0=2, tp.1=2") == (
+        "'up.weight' lies as 'tp.1 S(0) · tp.0 S(0)', but compute takes it as 'tp.0 S(0) · tp.1 S(0)'\n"
+        f"  node    %{weight.name}\n"
+        "  why     a rank would hold other rows than those that it uses"
+    )

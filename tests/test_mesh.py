@@ -238,3 +238,15 @@ def test_parts_have_the_kind_of_their_whole() -> None:
 
 def test_a_part_of_size_one_vanishes() -> None:
     assert str(MeshSpec.parse("tp=4").split("tp", 4, 1)) == "tp.0=4"
+
+
+def test_the_parts_of_an_axis_can_be_named_in_a_text() -> None:
+    mesh = MeshSpec.parse("dp_shard=2, tp.1=2, tp.0=4")
+    assert mesh == MeshSpec.parse("dp_shard=2, tp=8").split("tp", 4, 2)
+    assert MeshSpec.parse(str(mesh)) == mesh
+
+
+def test_an_axis_is_whole_or_in_parts() -> None:
+    with pytest.raises(MeshError) as caught:
+        MeshSpec.parse("tp=4, tp.0=2")
+    assert str(caught.value) == "axis 'tp' is given whole and in parts in mesh 'tp=4, tp.0=2'\n  try  one of the two"

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import fx
 
-from ndcompile.codegen.ops import KEEPS_NAME, Writer, axis_name
+from ndcompile.codegen.ops import KEEPS_NAME, Writer
 from ndcompile.codegen.segments import Call, Segment, calls, segments
-from ndcompile.codegen.sizes import SizeNames
+from ndcompile.codegen.sizes import SizeNames, axis_name
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import COLLECTIVES, I, R
 from ndcompile.rules.registry import op_name, operands, results, signature
@@ -252,8 +252,8 @@ class _Emitter:
                 data = [a.name for a in self.mesh.axes if a.kind.startswith("dp_")]
                 text = f"{names[value]}.shape[{dim}]"
                 if symbol == "b":
-                    return text if axes or not data else " // ".join([text, *(f"{a}.size" for a in data)])
-                return " * ".join([text, *(f"{a}.size" for a in axes)])
+                    return text if axes or not data else " // ".join([text, *(f"{axis_name((a,))}.size" for a in data)])
+                return " * ".join([text, *(f"{axis_name((a,))}.size" for a in axes)])
         raise AssertionError(f"segment {segment.number} needs the size {symbol}, which none of its inputs has")
 
     # ---- the root ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ndcompile.codegen.sizes import SizeNames
+from ndcompile.codegen.sizes import SizeNames, axis_name
 from ndcompile.mesh import MeshAxis
 from ndcompile.placement import BY_NAME
 from ndcompile.rules.registry import arguments, op_name
@@ -100,12 +100,6 @@ class Writer:
 
     def local_shape(self, node: fx.Node) -> list[str]:
         return [self.sizes.local(node, dim) for dim in range(len(node.meta["shape"]))]
-
-
-def axis_name(names: tuple[str, ...]) -> str:
-    if len(names) == 1:
-        return names[0].replace(".", "_")
-    return "data" if names == ("dp_replicate", "dp_shard") else "_".join(n.replace(".", "_") for n in names)
 
 
 def _reshape(w: Writer, node: fx.Node) -> str:

@@ -134,7 +134,7 @@ class SizeNames:
         data = [a.name for a in self.mesh.axes if a.kind.startswith("dp_")]
         text = str(sympy.factor(size))
         if "b" in {str(symbol) for symbol in sympy.sympify(size).free_symbols} and data:
-            text = " * ".join([text, *(f"{axis}.size" for axis in data)])
+            text = " * ".join([text, *(f"{axis_name((axis,))}.size" for axis in data)])
         return text
 
     def local(self, node: fx.Node, dim: int) -> str:
@@ -143,13 +143,15 @@ class SizeNames:
         if not axes:
             return self.whole(node, dim)
         if not size.divides_by(self.mesh.size(*axes)):
-            return f"{axes[0]}.part({self.whole(node, dim)})"
+            return f"{axis_name((axes[0],))}.part({self.whole(node, dim)})"
         data = {a.name for a in self.mesh.axes if a.kind.startswith("dp_")}
         if "b" in size.symbols and data <= set(axes):
             text, axes = str(sympy.factor(node.meta["sizes"][dim])), tuple(a for a in axes if a not in data)
         else:
             text = self.whole(node, dim)
-        return " // ".join([text if " " not in text or not axes else f"({text})", *(f"{axis}.size" for axis in axes)])
+        return " // ".join(
+            [text if " " not in text or not axes else f"({text})", *(f"{axis_name((axis,))}.size" for axis in axes)]
+        )
 
     def fraction(self, node: fx.Node, dim: int, value: int) -> str:
         """A position inside a dim: a part of its size where it is one (`head_dim // 2`), else the number."""
@@ -163,3 +165,9 @@ class SizeNames:
         if value % common == 0 and total % value == 0:
             return f"{self.whole(node, dim)} // {total // value}"
         return str(value)
+
+
+def axis_name(names: tuple[str, ...]) -> str:
+    if len(names) == 1:
+        return names[0].replace(".", "_")
+    return "data" if names == ("dp_replicate", "dp_shard") else "_".join(n.replace(".", "_") for n in names)

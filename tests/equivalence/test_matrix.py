@@ -87,6 +87,24 @@ def test_odd_models_equal_one_device(world_size: int, tmp_path: Path) -> None:
     check(world_size, ODD_COVER[world_size], tmp_path)
 
 
+WIDER = {
+    4: [Case("gpt", "tp.0=2, tp.1=2"), Case("fused attention", "tp.0=2, tp.1=2")],
+    8: [
+        Case("gpt with dropout", "dp_replicate=2, dp_shard=2, tp=2"),
+        Case("llama", "dp_replicate=2, dp_shard=2, tp=2"),
+        Case("llama", "tp.0=4, tp.1=2"),
+        Case("gpt", "dp_shard=2, tp.0=2, tp.1=2"),
+    ],
+}
+"""Three axes at once, and an axis in two parts: 4 heads of keys and values lie on a part of 4."""
+
+
+@pytest.mark.equivalence
+@pytest.mark.parametrize("world_size", WIDER)
+def test_three_axes_and_sub_axes_equal_one_device(world_size: int, tmp_path: Path) -> None:
+    check(world_size, WIDER[world_size], tmp_path)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("model", MODELS)
 def test_transformers_models_equal_one_device(model: str, tmp_path: Path) -> None:
