@@ -120,7 +120,7 @@ def _not_captured(model: nn.Module, error: Exception) -> CompileError:
             why="its control flow depends on the values of tensors",
             tries="torch.where instead of if on a tensor",
         )
-    if "register a pytree" in text:
+    if "register a pytree" in text or text.startswith("unhashable type"):  # the latter is torch 2.11's
         return CompileError(
             f"{type(model).__name__} returns or takes a class that cannot be taken apart",
             source=source,

@@ -204,7 +204,8 @@ def _pad(x: Tensor, along: Along) -> Tensor:
 
 def _all_reduce(x: Tensor, along: Along) -> Tensor:
     y = private.cast(x, along.dtype).contiguous()
-    return private.cast(private.wait(private.start_all_reduce(y, along.op, along.group)), x.dtype)
+    y = private.cast(private.wait(private.start_all_reduce(y, along.op, along.group)), x.dtype)
+    return y.view_as(x)  # what was waited for is no result by itself: dynamo 2.11 would drop its gradient
 
 
 def _all_gather(x: Tensor, along: Along) -> Tensor:
@@ -218,7 +219,7 @@ def _reduce_scatter(x: Tensor, along: Along) -> Tensor:
     y = _split(private.cast(x, along.dtype), along.dim, along.ranks, along.size)
     y = private.wait(private.start_reduce_scatter(y.flatten(0, 1), along.ranks, along.group))
     y = private.cast(y, x.dtype)
-    return y if along.size is None else y.narrow(along.dim, 0, along.axis.part(along.size))
+    return y.view_as(y) if along.size is None else y.narrow(along.dim, 0, along.axis.part(along.size))
 
 
 def _all_to_all(x: Tensor, along: Along) -> Tensor:
