@@ -103,10 +103,8 @@ def parallelize(
     def other(training: bool) -> Program:
         """The program of the other mode, with the parameters where they lie already."""
         held = {name: as_pin(p.layout) for name, p in program.parameters.items()}
-        was, model_copy = model.training, planning.skeleton(model)
-        model_copy.train(training)
-        del was
-        return compile(model_copy, mesh, example, **(options | dict(placements=held)))
+        twin = planning.skeleton(model).train(training)
+        return compile(twin, mesh, example, **(options | dict(placements=held)))
 
     return bind.bind(program, model, mesh, other, init)
 

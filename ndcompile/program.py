@@ -13,7 +13,6 @@ from torch import fx
 
 from ndcompile.checks import Duty, duties
 from ndcompile.choose import Problem
-from ndcompile.cost import NOMINAL
 from ndcompile.errors import CompileError
 from ndcompile.explain import explain
 from ndcompile.listing import Collective, collectives
@@ -103,9 +102,6 @@ class Program:
             )
         path.write_text(self.source)
         path.with_suffix(".json").write_text(json.dumps(self.manifest.to_json(), indent=1))
-
-
-NOMINAL_SIZES = NOMINAL
 
 
 def parameter_plans(parameters: Mapping[str, Parameter], trainable: Mapping[str, bool]) -> dict[str, ParameterPlan]:

@@ -33,7 +33,6 @@ TORCH = frozenset(
 METHODS = frozenset(
     "transpose permute unsqueeze squeeze t detach masked_fill amax amin argmax any all var select".split()
 )
-DTYPE = {"aten.sum.default", "aten.sum.dim_IntList", "aten.mean.dim", "aten.mean.default"}
 
 
 class Writer:
