@@ -6,7 +6,8 @@ import torch
 from torch import fx
 
 from ndcompile import runtime
-from ndcompile.rules.registry import arguments
+from ndcompile.errors import CompileError
+from ndcompile.rules.registry import arguments, describe
 
 aten = torch.ops.aten
 
@@ -15,7 +16,9 @@ def replace_dropout(graph: fx.GraphModule) -> fx.GraphModule:
     """`dropout` becomes `runtime.dropout` with the step's key, folded with the segment's number, and a site number.
 
     Attention with dropout becomes `runtime.attention_with_dropout`. Adds a placeholder with role `key` if any is used.
+    Random numbers that are drawn in any other way are refused.
     """
+    _refuse_other_draws(graph)
     sites = [n for n in graph.graph.nodes if n.target in REPLACED and (n.target is not ATTENTION or _p(n) > 0)]
     if not sites:
         return graph
@@ -40,6 +43,19 @@ def replace_dropout(graph: fx.GraphModule) -> fx.GraphModule:
 
 ATTENTION = aten.scaled_dot_product_attention.default
 REPLACED = (aten.dropout.default, ATTENTION)
+
+
+def _refuse_other_draws(graph: fx.GraphModule) -> None:
+    for node in graph.graph.nodes:
+        seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if seeded and node.target not in REPLACED:
+            raise CompileError(
+                f"forward draws random numbers by {node.target}",
+                node=describe(node),
+                source=node.meta["source"],
+                why="each rank would draw others than one device does; only dropout is the same on every mesh",
+                tries=("pass them to forward as an input", "nn.Dropout or F.dropout on a tensor of ones, for a mask"),
+            )
 
 
 def _p(node: fx.Node) -> float:

@@ -118,6 +118,11 @@ class Sorts(Linear):
         return self.layer(x).logcumsumexp(1)
 
 
+class Noisy(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + torch.randn_like(x)
+
+
 def line_of(code: str) -> str:
     """`file:number   code` of a line of this file."""
     number = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.strip() == code)
@@ -151,6 +156,17 @@ def test_an_op_without_a_rule() -> None:
         "  why     without one the compiler cannot know which of its dims may be sharded",
         '  try     nd.register_rule("aten.logcumsumexp.default", "… -> …")',
         "  try     write it with ops that have a rule",
+    )
+
+
+def test_random_numbers_of_its_own() -> None:
+    assert refusal(Noisy(), "tp=2") == lines(
+        "forward draws random numbers by aten.randn_like.default",
+        "  node    %randn_like = aten.randn_like.default",
+        f"  source  {line_of('return self.layer(x) + torch.randn_like(x)')}",
+        "  why     each rank would draw others than one device does; only dropout is the same on every mesh",
+        "  try     pass them to forward as an input",
+        "  try     nn.Dropout or F.dropout on a tensor of ones, for a mask",
     )
 
 
