@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from ndcompile.capture import capture
 from ndcompile.codegen.emit import Names
 from ndcompile.errors import CompileError
 from ndcompile.inputs import DynamicDims, Inputs
+from ndcompile.loss import LossFn, with_loss
 from ndcompile.mesh import MeshLike, MeshSpec
-from ndcompile.pins import as_pin, pinned_names, read_pins
+from ndcompile.pins import Pins, for_other_mode, pinned_names, read_pins
 from ndcompile.precision import Precision
 from ndcompile.program import Program, load_manifest
 from ndcompile.runtime.agreement import together
@@ -28,6 +30,7 @@ def compile(
     mesh: MeshLike,
     example_inputs: object = None,
     *,
+    loss_fn: LossFn | None = None,
     precision: Precision | None = None,
     placements: Mapping[str, Mapping[str, Any]] | None = None,
     outputs: str = "sharded",
@@ -39,6 +42,9 @@ def compile(
     """Compile a model for a mesh. Needs no process group and no GPU; the model is left untouched and may be on meta.
 
     `example_inputs`: a dict of keyword inputs, a tuple of positional ones, or one tensor; their sizes mean nothing.
+    `loss_fn(outputs, labels, …)` becomes part of the program, so that its means are those of the global batch: its
+    first parameter takes what `forward` returns, each other one is an input by its name (`forward`'s own, or one more
+    keyword of the emitted module), and what it returns is what the emitted module returns.
     `placements` pins parameters or modules by name or wildcard: `{"lm_head.weight": {"tp": nd.S(0)}}`.
     `outputs="local"` gathers results that an axis other than the data axes shards. `float64` widens every cast, for
     exact comparison. `dynamic_dims` says which input dims are the batch and the sequence: `{"pixels": {0: "b"}}`.
@@ -47,30 +53,54 @@ def compile(
     >>> print(compile(nn.Linear(4, 6), "tp=2", torch.randn(3, 4)).parameters["weight"].layout)
     tp S(0)
     """
+    model = model if loss_fn is None else with_loss(model, loss_fn)
     spec = MeshSpec.parse(mesh, world_size)
-    example = Inputs.of(planning.examples(model) if example_inputs is None else example_inputs)
-    precision = precision or Precision()
-    pins = read_pins(placements, spec)
     planning.check_option("outputs", outputs, ("sharded", "local"))
+    asked = Asked(precision or Precision(), outputs == "local", float64, dynamic_dims)
+    return _program(model, spec, example_inputs, read_pins(placements, spec), asked, dump)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of a compilation that hold for the programs of both modes."""
+
+    precision: Precision
+    local_outputs: bool
+    float64: bool
+    dynamic_dims: DynamicDims | None
+
+
+def _program(
+    model: nn.Module,
+    spec: MeshSpec,
+    example_inputs: object,
+    pins: Pins,
+    asked: Asked,
+    dump: str | Path | None = None,
+    of_other_mode: bool = False,
+) -> Program:
+    """The program of the model's present mode. Where `of_other_mode`, the pins were checked with the first one."""
+    example = Inputs.of(planning.examples(model) if example_inputs is None else example_inputs)
     folder = None if dump is None else Path(dump)
     begin = time.perf_counter()
-    autocast = planning.ambient_autocast(model)
+    autocast, names = planning.ambient_autocast(model), pinned_names(model, pins)
     captured = capture(
-        model, example, compute=precision.compute, float64=float64, dynamic_dims=dynamic_dims, autocast=autocast
-    )
+        model, example, compute=asked.precision.compute, float64=asked.float64, dynamic_dims=asked.dynamic_dims,
+        autocast=autocast, pinned=names,
+    )  # fmt: skip
     times = {"capture": time.perf_counter() - begin}
     lists = frozenset(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
-    names = pinned_names(model, pins)
     title = f"{type(model).__name__} on {spec}: emitted by ndcompile."
     job = pipeline.Job(
-        captured.graph, spec, precision, pins, names, lists, _names(model), title, outputs == "local", times=times
-    )
+        captured.graph, spec, asked.precision, pins, names, lists, _names(model), title, asked.local_outputs,
+        not of_other_mode, times=times,
+    )  # fmt: skip
     pipeline.run(job, folder)
-    assert job.reference and job.local and job.emitted, "the pipeline has run all its steps"
+    assert job.reference and job.emitted, "the pipeline has run all its steps"
     parameters = planning.parameters(model, job.graph, spec)
     manifest = planning.manifest(model, captured, job, parameters, autocast)
     return Program(
-        job.emitted.source, manifest, spec, job.graph, job.local, job.reference, parameters, job.problems, times
+        job.emitted.source, manifest, spec, job.graph, job.reference, parameters, job.problems, times
     )
 
 
@@ -79,6 +109,7 @@ def parallelize(
     mesh: MeshLike,
     example_inputs: object = None,
     *,
+    loss_fn: LossFn | None = None,
     precision: Precision | None = None,
     placements: Mapping[str, Mapping[str, Any]] | None = None,
     outputs: str = "sharded",
@@ -92,19 +123,22 @@ def parallelize(
     on the meta device gets its parameters sharded from the start, filled with zeros. See `compile` for the rest.
     """
     bind.join_world()
+    model = model if loss_fn is None else together(lambda: with_loss(model, loss_fn))
     planning.check_option("init", init, ("check", "broadcast"))
+    example = planning.examples(model) if example_inputs is None else example_inputs
     options: dict[str, Any] = dict(
         precision=precision, placements=placements, outputs=outputs, float64=float64, dynamic_dims=dynamic_dims,
         world_size=torch.distributed.get_world_size(),
     )  # fmt: skip
-    example = planning.examples(model) if example_inputs is None else example_inputs
     program = together(lambda: compile(model, mesh, example, **options))
 
     def other(training: bool) -> Program:
-        """The program of the other mode, with the parameters where they lie already."""
-        held = {name: as_pin(p.layout) for name, p in program.parameters.items()}
-        twin = planning.skeleton(model).train(training)
-        return compile(twin, mesh, example, **(options | dict(placements=held)))
+        """The program of the other mode, with the parameters where they lie already and modules as the user pinned."""
+        pins = for_other_mode(read_pins(placements, program.mesh), {n: p.layout for n, p in program.parameters.items()})
+        asked = Asked(precision or Precision(), outputs == "local", float64, dynamic_dims)
+        return _program(
+            planning.skeleton(model).train(training), program.mesh, example, pins, asked, of_other_mode=True
+        )
 
     return bind.bind(program, model, mesh, other, init)
 

@@ -55,7 +55,12 @@ def bind(
     """Shard the model's parameters and make the module; `other` compiles the program of the other mode."""
     given = mesh if isinstance(mesh, DeviceMesh) else None
     text = str(program)
-    return _bind(text, program.manifest, model, init, given, lambda training: (str(p := other(training)), p.manifest))
+
+    def texts(training: bool) -> tuple[str, Manifest]:
+        found = other(training)
+        return str(found), found.manifest
+
+    return _bind(text, program.manifest, model, inspect.signature(model.forward), init, given, texts)
 
 
 def bind_loaded(source: str, manifest: Manifest, model: nn.Module | None, init: str, path: str) -> ParallelModule:
@@ -67,13 +72,14 @@ def bind_loaded(source: str, manifest: Manifest, model: nn.Module | None, init: 
             tries="save one in the other mode too, or nd.parallelize",
         )
 
-    return _bind(source, manifest, model, init, None, other)
+    return _bind(source, manifest, model, manifest.signature, init, None, other)
 
 
 def _bind(
     source: str,
     manifest: Manifest,
     model: nn.Module | None,
+    signature: inspect.Signature,
     init: str,
     device_mesh: DeviceMesh | None,
     other: Callable[[bool], tuple[str, Manifest]],
@@ -98,7 +104,6 @@ def _bind(
         text, plan = (source, manifest) if training == manifest.training else other(training)
         return _execute(text, plan, mesh, module), plan
 
-    signature = manifest.signature if model is None else inspect.signature(model.forward)
     module = class_for(signature)(mesh, device_mesh, make)
     _fill(module, model, manifest, placed, buffers)
     module.train(manifest.training)

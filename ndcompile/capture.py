@@ -19,7 +19,7 @@ from ndcompile.autocast import Autocast, casts
 from ndcompile.errors import CompileError
 from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
 from ndcompile.regions import inline_regions
-from ndcompile.twin import WhereInputsAre, cast_parameters, on_meta, refuse_hooks
+from ndcompile.twin import WhereInputsAre, cast_parameters, name_keywords, on_meta, refuse_hooks
 
 BATCH, SEQUENCE = sympy.Symbol("b", positive=True, integer=True), sympy.Symbol("s", positive=True, integer=True)
 
@@ -84,6 +84,7 @@ def _export(
     traced: Mapping[str, Any],
 ) -> torch.export.ExportedProgram:
     """Every tensor in the place where the call has it, by the parameter of `forward` that takes it."""
+    name_keywords(model, example.kwargs)
     bound = inspect.signature(model.forward).bind(*example.args, **example.kwargs)
     leaves, spec = pytree.tree_flatten(dict(bound.arguments), is_leaf=lambda v: v is None)
     assert len(leaves) == len(named), "each leaf has a name"

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ndcompile.errors import CompileError
+from ndcompile.runtime.leaves import named_leaves
 
 DynamicDims = Mapping[str, Mapping[int, str]]
 """For an input by name, which of its dims is which symbol: `{"pixels": {0: "b"}}`."""
@@ -37,17 +37,12 @@ class Inputs:
         """Every leaf with a name that a user would give it: the parameter of `forward`, dotted where nested."""
         signature = inspect.signature(model.forward)
         try:
-            bound = signature.bind(*self.args, **self.kwargs).arguments
+            return named_leaves(signature, self.args, self.kwargs)
         except TypeError as error:
             raise CompileError(
                 f"the example inputs do not fit {type(model).__name__}.forward: {error}",
                 tries=f"example_inputs for forward{signature}",
             ) from error
-        found: dict[str, Any] = {}
-        for name, value in bound.items():
-            for path, leaf in pytree.tree_flatten_with_path(value, is_leaf=lambda v: v is None)[0]:
-                found[name + pytree.keystr(path)] = leaf
-        return found
 
 
 def name_dims(named: Mapping[str, Any], dynamic_dims: DynamicDims | None) -> dict[str, dict[int, str]]:

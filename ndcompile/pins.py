@@ -62,20 +62,31 @@ def pinned_names(model: nn.Module, given: Mapping[str, Mapping[str, Placement]])
     return {name: str(pin) for pattern, pin in given.items() for name in fnmatch.filter(names, pattern)}
 
 
-def as_pin(layout: Layout) -> dict[str, Placement]:
+def for_other_mode(pins: Pins, layouts: Mapping[str, Layout]) -> dict[str, dict[str, Placement]]:
+    """The pins for the program of the other mode: parameters lie as they do, modules are as the user pinned them."""
+    held = {name: _as_pin(layout) for name, layout in layouts.items()}
+    return {pattern: {**pins.get(pattern, {}), **held.get(pattern, {})} for pattern in [*held, *pins]}
+
+
+def _as_pin(layout: Layout) -> dict[str, Placement]:
     """A parameter's layout as pins on the axes where there is a choice."""
     return {a: layout.on(a) for a in layout.axes if not KINDS[a.partition(".")[0]].shards_batch}
 
 
-def resolve_pins(graph: fx.GraphModule, mesh: MeshSpec, pins: Pins) -> dict[str, dict[fx.Node, Placement]]:
-    """Each pin's nodes by axis: a parameter, or the last value that a module computes."""
+def resolve_pins(
+    graph: fx.GraphModule, mesh: MeshSpec, pins: Pins, all_match: bool
+) -> dict[str, dict[fx.Node, Placement]]:
+    """Each pin's nodes by axis: a parameter, or the last value that a module computes.
+
+    With `all_match`, a pin without any is an error; else its module computes nothing in this mode (dropout in eval).
+    """
     nodes = [n for n in graph.graph.nodes if "shape" in n.meta]
     names: dict[str, fx.Node] = {n.meta["module"]: n for n in nodes if n.op == "call_function" and n.meta["module"]}
     names |= {n.meta["name"]: n for n in nodes if n.meta.get("role") == "parameter"}
     found: dict[str, dict[fx.Node, Placement]] = {}
     for pattern, placements in pins.items():
         matches = fnmatch.filter(names, pattern)
-        if not matches:
+        if not matches and all_match:
             raise CompileError(
                 f"the pin '{pattern}' matches no parameter and no module",
                 tries=tuple(_close(pattern, names)) or "a name from model.named_parameters()",
@@ -85,7 +96,7 @@ def resolve_pins(graph: fx.GraphModule, mesh: MeshSpec, pins: Pins) -> dict[str,
                 continue
             for name in matches:
                 earlier = found.setdefault(axis, {}).setdefault(names[name], placement)
-                if earlier != placement:
+                if earlier != placement and not (earlier.whole and placement.whole):
                     raise CompileError(
                         f"pins contradict each other: '{name}' is {earlier} and {placement} on axis '{axis}'",
                         why=f"the last of the pins that match it is '{pattern}'",

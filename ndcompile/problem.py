@@ -10,6 +10,7 @@ from torch import fx
 
 from ndcompile.axes import AxisKind
 from ndcompile.choose import Edge, Problem
+from ndcompile.fold import repeat_of
 from ndcompile.cost import BUS, NOMINAL, conversion_bytes, conversion_time, op_time
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import I, Placement, R, S
@@ -71,7 +72,7 @@ def key_of(node: fx.Node) -> Any:
 
 def _add(problem: Problem, node: fx.Node, options: list[Row], costs: list[float]) -> None:
     key = key_of(node)
-    problem.weights[key] += 1
+    problem.weights[key] += repeat_of(node)
     problem.rows.setdefault(key, options)
     problem.costs.setdefault(key, costs)
 
@@ -84,8 +85,16 @@ def _source_rows(node: fx.Node, kind: AxisKind, ranks: int) -> list[Row]:
     shape = node.meta["shape"]
     if node.meta["role"] == "parameter":
         return [Row((), placement) for placement in kind.parameter_uses(shape, ranks)]
-    sharded = kind.shards_batch and node.meta["role"] == "input" and shape and "b" in shape[0].symbols
-    return [Row((), S(0) if sharded else R)]
+    if node.meta["role"] == "input":
+        if kind.shards_batch and (dim := batch_dim(shape)) is not None:
+            return [Row((), S(dim))]
+        return [Row((), I if node.meta["grad"] else R)]
+    return [Row((), R)]
+
+
+def batch_dim(shape: tuple[Size, ...]) -> int | None:
+    """The first dim that the batch is in; data axes shard it."""
+    return next((dim for dim, size in enumerate(shape) if "b" in size.symbols), None)
 
 
 def _op_rows(state: State, node: fx.Node, kind: AxisKind, ranks: int) -> list[Row]:
@@ -178,8 +187,8 @@ def _add_outputs(state: State, problem: Problem, kind: AxisKind, ranks: int) -> 
     """A result is sharded on its batch over data axes; on others it is whole, or as sharded as it is made."""
     for number, node in enumerate(returned(state.graph)):
         shape, key = node.meta["shape"], (OUTPUT, number)
-        batched = kind.shards_batch and shape and "b" in shape[0].symbols
-        wanted = [S(0)] if batched else [I]
+        dim = batch_dim(shape) if kind.shards_batch else None
+        wanted = [I] if dim is None else [S(dim)]
         if not kind.shards_batch and not state.local_outputs:
             wanted += [S(d) for d in range(len(shape))]
         problem.rows[key] = [Row((p,), p) for p in wanted]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -58,6 +60,22 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
         for buffer in model.buffers():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(dtype)
+
+
+def name_keywords(twin: nn.Module, names: Iterable[str]) -> None:
+    """Make of `forward(x, **kwargs)` that is called with `y=` a `forward(x, *, y)`: the tracer wants names."""
+    inner, signature = twin.forward, inspect.signature(twin.forward)
+    held = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
+    more = [name for name in names if name not in signature.parameters]
+    if not more:
+        return
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    held += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in more]
+    forward.__signature__ = inspect.Signature(held)  # type: ignore[attr-defined]
+    twin.forward = forward
 
 
 FACTORIES = frozenset(

@@ -12,13 +12,13 @@ from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshSpec
 from ndcompile.pins import Pins, resolve_pins
 from ndcompile.placement import I, Layout, Placement, S
-from ndcompile.problem import State, key_of, problem_on, returned
+from ndcompile.problem import State, batch_dim, key_of, problem_on, returned
 from ndcompile.rules.registry import op_name, operands
 from ndcompile.rules.rows import Row
 
 
 def propagate_layouts(
-    graph: fx.GraphModule, mesh: MeshSpec, pins: Pins, local_outputs: bool = False
+    graph: fx.GraphModule, mesh: MeshSpec, pins: Pins, local_outputs: bool = False, all_pins_match: bool = True
 ) -> dict[str, Problem]:
     """Choose one row per op and axis; set `layout` on each value, `wanted` (a layout an operand) on each op.
 
@@ -27,7 +27,7 @@ def propagate_layouts(
     other than data axes. Returns each axis's problem, for `explain`.
     Afterwards `every_value_placed` holds.
     """
-    pinned = resolve_pins(graph, mesh, pins)
+    pinned = resolve_pins(graph, mesh, pins, all_pins_match)
     state = State(graph, mesh, local_outputs)
     problems = {}
     for axis in sorted(mesh.names, key=lambda name: KINDS[mesh[name].kind].integers):
@@ -138,8 +138,8 @@ def _end_layout(node: fx.Node, mesh: MeshSpec, order: list[str], local: bool) ->
     shape, found = node.meta["shape"], {}
     for axis in order:
         kind, made = KINDS[mesh[axis].kind], node.meta["placements"][axis]
-        if kind.shards_batch and shape and "b" in shape[0].symbols:
-            found[axis] = S(0)
+        if kind.shards_batch and (dim := batch_dim(shape)) is not None:
+            found[axis] = S(dim)
         else:
             found[axis] = made if made.kind == "S" and not kind.shards_batch and not local else I
     return Layout.make(len(shape), found)

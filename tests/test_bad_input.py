@@ -278,6 +278,42 @@ def test_a_hook_that_is_there_before(kind: str) -> None:
     )
 
 
+class OwnLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, y: Tensor) -> Tensor:
+        return (y * self.scale).mean()
+
+
+def test_a_loss_fn_that_does_not_name_its_inputs() -> None:
+    for loss_fn, shown in ((lambda *args: args[0], "(*args)"), (lambda y, **batch: y, "(y, **batch)")):
+        assert refusal(Mlp(), "tp=2", loss_fn=loss_fn) == lines(
+            f"loss_fn{shown} does not name its inputs",
+            "  why     the first parameter takes the model's outputs, and each other one is an input by its name",
+            "  try     def loss_fn(outputs, labels): …",
+        )
+
+
+def test_a_loss_fn_with_parameters() -> None:
+    assert refusal(Mlp(), "tp=2", loss_fn=OwnLoss()) == lines(
+        "loss_fn OwnLoss has parameters or buffers of its own",
+        "  why     only those of the model are placed on the mesh",
+        "  try     a model that calls it in forward and returns the loss",
+    )
+
+
+def test_a_loss_fn_for_a_forward_of_the_object() -> None:
+    model = Mlp()
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    assert refusal(model, "tp=2", loss_fn=lambda y: y) == lines(
+        "forward of this Mlp was replaced on the object",
+        "  why     loss_fn extends the forward of the class",
+        "  try     a subclass with that forward",
+    )
+
+
 def test_an_option_that_is_none() -> None:
     expected = lines("outputs='gathered' is no option", "  try     'sharded' or 'local'")
     assert refusal(Mlp(), "tp=2", outputs="gathered") == expected

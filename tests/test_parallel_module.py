@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,10 @@ from torch.nn import functional as F
 import ndcompile as nd
 from ndcompile.runtime import weights
 from tests import ranks
+from tests.claims import Claims, assert_close, assert_same_gradients, own, run_claims, whole
 from tests.models import Mlp, Stack, llama, seeded, tokens
 
 Batch = dict[str, Tensor]
-FLOAT64 = 1e-10
 
 
 def stack(**sizes: int) -> nn.Module:
@@ -37,30 +36,6 @@ def parallel_stack(mesh: str, **options: Any) -> tuple[nd.ParallelModule, nn.Mod
     """The parallel module in float64, and the model that it was made from."""
     model = stack()
     return nd.parallelize(model, mesh, tokens(), float64=True, **options), model
-
-
-def own(batch: Batch, parts: int = 2, index: int | None = None) -> Batch:
-    """This rank's share of a batch on a mesh of one data axis."""
-    at = dist.get_rank() if index is None else index
-    return {name: value.chunk(parts)[at] for name, value in batch.items()}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def assert_close(found: Tensor, expected: Tensor, tolerance: float = FLOAT64, what: str = "") -> None:
-    difference = (whole(found).double() - expected.double()).norm().item()
-    assert difference <= tolerance * max(expected.double().norm().item(), 1e-6), f"{what} differs by {difference}"
-
-
-def assert_same_gradients(parallel: nn.Module, model: nn.Module, tolerance: float = FLOAT64) -> None:
-    found = dict(parallel.named_parameters())
-    for name, parameter in model.named_parameters():
-        mine = found[name].grad
-        assert (mine is None) == (parameter.grad is None), f"'{name}' has a gradient on one side only"
-        if mine is not None and parameter.grad is not None:
-            assert_close(mine, parameter.grad, tolerance, name)
 
 
 def assert_same_parameters(parallel: nn.Module, model: nn.Module) -> None:
@@ -406,58 +381,7 @@ def a_transformers_model_needs_no_example_inputs() -> None:
     assert_close(parallel(input_ids=ids, labels=ids).loss, model(input_ids=ids, labels=ids).loss, 1e-6)
 
 
-# ---- what it returns -----------------------------------------------------------------------------------------------
-
-
-def results_over_tp_are_dtensors_of_the_whole() -> None:
-    parallel, model = parallel_stack("tp=2")
-    found, expected = parallel(**tokens()), model(**tokens())
-    assert isinstance(found["logits"], DTensor) and not isinstance(found["loss"], DTensor)
-    assert found["logits"].device_mesh.mesh_dim_names == ("tp",)
-    assert found["logits"].to_local().shape[2] == (16, 15)[dist.get_rank()], "a vocabulary of 31"
-    assert found["logits"].shape == expected["logits"].shape
-    assert_close(found["logits"], expected["logits"])
-
-
-def local_results_are_plain_tensors() -> None:
-    parallel, model = parallel_stack("tp=2", outputs="local")
-    found = parallel(**tokens())
-    assert type(found["logits"]) is Tensor
-    assert_close(found["logits"], model(**tokens())["logits"])
-    found["loss"].backward()
-    model(**tokens())["loss"].backward()
-    assert_same_gradients(parallel, model)
-
-
-def outside(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(whole(logits).flatten(0, 1), labels.flatten())
-
-
-def loss_outside(mesh: str, parts: int, index: int, outputs: str) -> None:
-    """The gradient is that of the mean over data-parallel ranks, whatever else the mesh has."""
-    model, batch = stack(), tokens(8)
-    parallel = nd.parallelize(model, mesh, {"ids": batch["ids"]}, float64=True, outputs=outputs)
-    mine = own(batch, parts, index)
-    outside(parallel(mine["ids"])["logits"], mine["labels"]).backward()
-    losses = [outside(model(b["ids"])["logits"], b["labels"]) for b in (own(batch, parts, i) for i in range(parts))]
-    torch.stack(losses).mean().backward()
-    assert_same_gradients(parallel, model)
-
-
-def a_loss_outside_is_the_mean_of_data_ranks() -> None:
-    loss_outside("dp_shard=2", 2, dist.get_rank(), "sharded")
-    loss_outside("dp_replicate=2", 2, dist.get_rank(), "sharded")
-
-
-def a_loss_outside_knows_tp() -> None:
-    loss_outside("tp=2", 1, 0, "local")
-    loss_outside("tp=2", 1, 0, "sharded")
-
-
-def a_loss_outside_on_both_is_the_mean_of_data_ranks() -> None:
-    loss_outside("dp_shard=2, tp=2", 2, dist.get_rank() // 2, "local")
-    loss_outside("dp_replicate=2, tp=2", 2, dist.get_rank() // 2, "local")
-    loss_outside("dp_shard=2, tp=2", 2, dist.get_rank() // 2, "sharded")
+# ---- uneven sizes --------------------------------------------------------------------------------------------------
 
 
 class Odd(nn.Module):
@@ -586,7 +510,7 @@ def test_a_saved_program_gives_equal_losses_in_other_processes(tmp_path: Path) -
 
 # ---- all of the above in one set of processes each -----------------------------------------------------------------
 
-ON_TWO: tuple[Callable[[], None], ...] = (
+ON_TWO: Claims = (
     forward_has_the_models_signature,
     parameters_are_dtensors_under_the_models_names,
     state_dict_has_the_models_names_with_ties_and_persistent_buffers,
@@ -611,31 +535,11 @@ ON_TWO: tuple[Callable[[], None], ...] = (
     a_device_mesh_may_have_names_of_other_libraries,
     axes_of_size_one_change_nothing,
     a_transformers_model_needs_no_example_inputs,
-    results_over_tp_are_dtensors_of_the_whole,
-    local_results_are_plain_tensors,
-    a_loss_outside_is_the_mean_of_data_ranks,
-    a_loss_outside_knows_tp,
     low_precision_stays_near_on_tp,
     low_precision_stays_near_on_dp_shard,
     gathered_weights_are_not_kept_for_backward,
 )
-ON_FOUR: tuple[Callable[[], None], ...] = (
-    a_loss_outside_on_both_is_the_mean_of_data_ranks,
-    uneven_parts_of_parts_train_as_one_device,
-)
-
-
-def run_claims(claims: tuple[Callable[[], None], ...]) -> dict[str, str]:
-    """What went wrong with each claim on this rank; nothing where it holds."""
-    found = {}
-    for claim in claims:
-        try:
-            claim()
-            found[claim.__name__] = ""
-        except Exception:
-            found[claim.__name__] = traceback.format_exc()
-        dist.barrier()
-    return found
+ON_FOUR: Claims = (uneven_parts_of_parts_train_as_one_device,)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ndcompile.runtime.leaves import named_leaves
+
 
 @dataclass(frozen=True)
 class ParameterPlan:
@@ -98,13 +100,9 @@ class Manifest:
     def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensor inputs of a call, in the program's order. Raises ValueError where the call is another one."""
         try:
-            bound = self.signature.bind(*args, **kwargs).arguments
+            given = named_leaves(self.signature, args, kwargs)
         except TypeError as error:
             raise ValueError(f"{self.model}.forward: {error}") from error
-        given: dict[str, Any] = {}
-        for name, value in bound.items():
-            for path, leaf in pytree.tree_flatten_with_path(value, is_leaf=lambda v: v is None)[0]:
-                given[name + pytree.keystr(path)] = leaf
         defaults = {a.name: a.default for a in self.arguments if a.optional}
         left_out = {name: defaults[name] for name in self.constants if name not in given and name in defaults}
         for name, value in (given | left_out).items():

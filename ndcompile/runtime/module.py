@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,12 @@ from torch.utils import _pytree as pytree
 from ndcompile.runtime import private
 from ndcompile.runtime.agreement import Disagreement, everyones, together
 from ndcompile.runtime.block import Root
-from ndcompile.runtime.manifest import Manifest
+from ndcompile.runtime.manifest import InputPlan, Manifest
 from ndcompile.runtime.mesh import Mesh
 from ndcompile.runtime.random import draw_key
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class CallError(ValueError):
@@ -79,7 +82,7 @@ class ParallelModule(nn.Module):
             tensors = together(lambda: self._accept(manifest, args, kwargs))
             self._check_ranks(manifest, tensors)
             self._checked = True
-        local = [private.local(t) if private.is_distributed(t) else t for t in tensors]
+        local = [t.to_local() if private.is_distributed(t) else t for t in tensors]
         return [*local, draw_key(local[0].device)] if manifest.random else local
 
     def _accept(self, manifest: Manifest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -88,6 +91,9 @@ class ParallelModule(nn.Module):
         tensors = manifest.tensors(args, kwargs)
         _check_autocast(tensors[0].device.type, manifest.autocast)
         manifest.check(tensors)
+        for plan, tensor in zip(manifest.input_plans, tensors, strict=True):
+            if private.is_distributed(tensor):
+                _check_placements(plan, tensor)
         return tensors
 
     def hold(self) -> None:
@@ -145,6 +151,20 @@ class ParallelModule(nn.Module):
 
     def _result(self, value: Any, sharded: Mapping[str, Sequence[int]]) -> Any:
         return private.distributed(value, self._device_mesh, sharded) if sharded else value
+
+
+def _check_placements(plan: InputPlan, tensor: DTensor) -> None:
+    """A DTensor is taken as it is, so it must lie as the program takes it: cut on its batch by data axes, or whole."""
+    batch = plan.dims.index("b") if "b" in plan.dims else None
+    for axis, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False):
+        cut = axis.startswith("dp_") and batch is not None
+        if not (placement.is_shard(batch) if cut else placement.is_replicate()):
+            wanted = f"Shard(dim={batch})" if cut else "Replicate()"
+            raise CallError(
+                f"input '{plan.name}' is a DTensor that is {placement!r} on axis '{axis}'\n"
+                f"  why  the program takes it {wanted} there, and DTensor inputs are taken as they are\n"
+                f"  try  redistribute it to {wanted}"
+            )
 
 
 def _check_autocast(device: str, compiled: torch.dtype | None) -> None:
