@@ -15,7 +15,6 @@ from torch import fx
 from ndcompile import checks
 from ndcompile.choose import Problem
 from ndcompile.codegen.emit import Emitted, Names, emit
-from ndcompile.fold import unfold
 from ndcompile.mesh import MeshSpec
 from ndcompile.passes.drop_noops import drop_noops
 from ndcompile.passes.follow_device import follow_device
@@ -50,6 +49,7 @@ class Job:
     all_pins_match: bool = True
     reference: fx.GraphModule | None = None
     emitted: Emitted | None = None
+    local: fx.GraphModule | None = None
     problems: dict[str, Problem] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
 
@@ -73,6 +73,10 @@ def _emit(job: Job) -> None:
 
 def _keep_reference(job: Job) -> None:
     job.reference = copied(job.graph)
+
+
+def _localize(job: Job) -> None:
+    job.local = localize_sizes(copied(job.graph), job.mesh)
 
 
 def copied(graph: fx.GraphModule) -> fx.GraphModule:
@@ -108,17 +112,15 @@ PIPELINE: tuple[Step, ...] = (
         ),
     ),
     Step("codegen", _emit),
+    Step("localize_sizes", _localize),
 )
 
 
 def run(job: Job, dump: Path | None = None) -> Job:
-    """Run every step; raise where a check does not hold; write each step's output to `dump` as Python.
-
-    The graphs that are written are whole, and the last one, by `localize_sizes`, is what a rank runs.
-    """
+    """Run every step; raise where a check does not hold; write each step's output to `dump` as Python."""
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
-        _write_graph(dump / "00_capture.py", "capture", job.times.get("capture", 0.0), unfold(job.graph), job.mesh)
+        (dump / "00_capture.py").write_text(graph_text("capture", job.times.get("capture", 0.0), job.graph, job.mesh))
     for number, step in enumerate(PIPELINE, 1):
         begin = time.perf_counter()
         step.run(job)
@@ -129,11 +131,6 @@ def run(job: Job, dump: Path | None = None) -> Job:
         job.times["checks"] = job.times.get("checks", 0.0) + time.perf_counter() - begin
         if dump is not None:
             _dump(dump / f"{number:02}_{step.name}.py", step, job)
-    if dump is not None:
-        begin = time.perf_counter()
-        local = localize_sizes(unfold(job.graph), job.mesh)
-        path = dump / f"{len(PIPELINE) + 1:02}_localize_sizes.py"
-        _write_graph(path, "localize_sizes", time.perf_counter() - begin, local, job.mesh)
     return job
 
 
@@ -142,11 +139,7 @@ def _dump(path: Path, step: Step, job: Job) -> None:
     if step.run is _emit and job.emitted is not None:
         path.write_text(f"# {step.name}, which took {seconds * 1e3:.1f} ms\n{job.emitted.source}")
     else:
-        _write_graph(path, step.name, seconds, unfold(job.graph), job.mesh)
-
-
-def _write_graph(path: Path, name: str, seconds: float, graph: fx.GraphModule, mesh: MeshSpec) -> None:
-    path.write_text(graph_text(name, seconds, graph, mesh))
+        path.write_text(graph_text(step.name, seconds, job.local or job.graph, job.mesh))
 
 
 def graph_text(name: str, seconds: float, graph: fx.GraphModule, mesh: MeshSpec) -> str:

@@ -10,7 +10,6 @@ from torch import fx
 
 from ndcompile.axes import AxisKind
 from ndcompile.choose import Edge, Problem
-from ndcompile.fold import repeat_of
 from ndcompile.cost import BUS, NOMINAL, conversion_bytes, conversion_time, op_time
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import I, Placement, R, S
@@ -72,7 +71,7 @@ def key_of(node: fx.Node) -> Any:
 
 def _add(problem: Problem, node: fx.Node, options: list[Row], costs: list[float]) -> None:
     key = key_of(node)
-    problem.weights[key] += repeat_of(node)
+    problem.weights[key] += 1
     problem.rows.setdefault(key, options)
     problem.costs.setdefault(key, costs)
 
