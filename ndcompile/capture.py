@@ -265,7 +265,10 @@ def _roles(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) -> d
     return found
 
 
-def _expression(size: int | torch.SymInt) -> Any:
+def _expression(size: int | torch.SymInt | torch.SymFloat) -> Any:
+    """A size as a number or in symbols; `float(size)` is that size."""
+    if isinstance(size, torch.SymFloat):
+        return size.node.expr.replace(lambda part: type(part).__name__ == "ToFloat", lambda part: part.args[0])
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
@@ -276,7 +279,7 @@ def _label_nodes(graph: fx.GraphModule, roles: Mapping[sympy.Symbol, sympy.Symbo
             value = value[0]
         if isinstance(value, Tensor):
             node.meta["sizes"] = tuple(_named(size, roles) for size in value.shape)
-        elif isinstance(value, torch.SymInt):
+        elif isinstance(value, (torch.SymInt, torch.SymFloat)):
             node.meta["size"] = _named(value, roles)
         node.meta["module"] = _module_path(node)
         node.meta["source"] = _source(node)
@@ -296,7 +299,7 @@ def _refuse_sizes_from_values(graph: fx.GraphModule) -> None:
             )
 
 
-def _named(size: int | torch.SymInt, roles: Mapping[sympy.Symbol, sympy.Symbol]) -> int | sympy.Expr:
+def _named(size: int | torch.SymInt | torch.SymFloat, roles: Mapping[sympy.Symbol, sympy.Symbol]) -> int | sympy.Expr:
     expression = _expression(size)
     return expression if isinstance(expression, int) else _plain(sympy.sympify(expression).xreplace(dict(roles)))
 

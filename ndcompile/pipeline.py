@@ -24,6 +24,7 @@ from ndcompile.passes.lower_losses import lower_losses
 from ndcompile.passes.mark_blocks import mark_blocks
 from ndcompile.passes.measure_values import measure_values
 from ndcompile.passes.propagate_layouts import propagate_layouts
+from ndcompile.passes.recognise_experts import recognise_experts
 from ndcompile.passes.recognise_masks import recognise_masks
 from ndcompile.passes.replace_dropout import replace_dropout
 from ndcompile.pins import Pins
@@ -92,6 +93,7 @@ def copied(graph: fx.GraphModule) -> fx.GraphModule:
 PIPELINE: tuple[Step, ...] = (
     Step("drop_noops", lambda job: drop_noops(job.graph), (checks.no_noops,)),
     Step("recognise_masks", lambda job: recognise_masks(job.graph)),
+    Step("recognise_experts", lambda job: recognise_experts(job.graph)),
     Step("lower_losses", lambda job: lower_losses(job.graph)),
     Step("follow_device", lambda job: follow_device(job.graph), (checks.no_fixed_device,)),
     Step("mark_blocks", lambda job: mark_blocks(job.graph, job.lists, job.pinned_names)),

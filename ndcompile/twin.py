@@ -47,7 +47,19 @@ def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
             if isinstance(value, Tensor) and id(value) not in memo:
                 memo[id(value)] = torch.empty_like(value, device="meta")
                 attributes[id(memo[id(value)])] = value
-    return copy.deepcopy(model, memo), attributes
+    copied = copy.deepcopy(model, memo)
+    _batch_experts(copied)
+    return copied, attributes
+
+
+def _batch_experts(twin: nn.Module) -> None:
+    """transformers' experts choose an implementation by device and dtype; some read values on the host. The twin's take
+    the one that is plain ops of static shapes, which `recognise_experts` knows.
+    """
+    for module in twin.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "batched_mm"
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:

@@ -152,6 +152,15 @@ def _ones(build: _Builder, node: fx.Node) -> fx.Node:
     return new
 
 
+def _histc(build: _Builder, node: fx.Node) -> fx.Node | None:
+    """On each device `histc` takes other dtypes, so which one the model asked for on meta must not matter."""
+    given, meta = arguments(node), node.meta
+    if given["min"] == given["max"]:
+        return None  # the bounds are the elements' own, of all ranks together: there is no rule for it
+    counted = (given["self"], given["bins"], given["min"], given["max"])
+    return build(runtime.histogram, *counted, sizes=meta["sizes"], dtype=meta["dtype"])
+
+
 LOWERINGS: dict[Any, Callable[[_Builder, fx.Node], fx.Node | None]] = {
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.mse_loss.default: _mse,
@@ -160,4 +169,5 @@ LOWERINGS: dict[Any, Callable[[_Builder, fx.Node], fx.Node | None]] = {
     aten.new_ones.default: _ones,
     aten.new_zeros.default: _ones,
     aten.new_full.default: _ones,
+    aten.histc.default: _histc,
 }

@@ -375,6 +375,25 @@ class UsesSizes(Layers):
         return self.one(x).sum(0) / x.size(0) + x.shape[1] ** -0.5
 
 
+class PerToken(nn.Module):
+    """A sum divided by counts that start as the float 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total, count = torch.zeros((), device=x.device), 0.0
+        for _ in range(2):
+            total, count = total + self.inner(x).pow(2).sum(), count + x.shape[0]
+        return total / count
+
+
+@pytest.mark.parametrize("mesh", ["", "dp_shard=2", "tp=2"])
+def test_a_size_as_a_float_is_that_size(mesh: str) -> None:
+    captures(seeded(PerToken), X, mesh)
+
+
 def test_sizes_in_the_model_are_the_whole_ones() -> None:
     program = captures(UsesSizes(), X)
     model, x = UsesSizes().double(), torch.randn(7, 6, dtype=torch.float64)

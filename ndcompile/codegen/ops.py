@@ -31,7 +31,8 @@ TORCH = frozenset(
     "logical_or logical_not bmm addmm reciprocal log1p expm1 floor clamp isnan isinf zeros_like".split()
 )
 METHODS = frozenset(
-    "transpose permute unsqueeze squeeze t detach masked_fill amax amin argmax any all var select".split()
+    "transpose permute unsqueeze squeeze t detach masked_fill amax amin argmax any all var select topk argsort "
+    "scatter_add index_add index_select repeat_interleave chunk".split()
 )
 
 
@@ -58,6 +59,8 @@ class Writer:
             return f"torch.{base}({self.listed(node)})"
         if base in METHODS:
             return f"{self.text(node.args[0])}.{base}({self.listed(node, skip=1)})"
+        if name.startswith("runtime."):
+            return f"{name.split('.')[1]}({self.listed(node)})"
         is_op = isinstance(node.target, torch._ops.OpOverload)  # of torch, or a user's own
         return f"{'torch.ops.' if is_op else ''}{name}({self.listed(node)})"
 

@@ -9,11 +9,11 @@ import torch
 from torch import fx
 
 from ndcompile.errors import CompileError
-from ndcompile.rules import contract, layers, pointwise, views
+from ndcompile.rules import contract, layers, pointwise, routing, views
 from ndcompile.rules.notation import Call, Rule, RuleError, Signature, line
 from ndcompile.size import Shape
 
-RULES: dict[str, Rule] = {**views.RULES, **pointwise.RULES, **contract.RULES, **layers.RULES}
+RULES: dict[str, Rule] = {**views.RULES, **pointwise.RULES, **contract.RULES, **layers.RULES, **routing.RULES}
 """Every rule that is known. `register_rule` adds to it."""
 
 

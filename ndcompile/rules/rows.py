@@ -87,8 +87,8 @@ def _sharded(signature: Signature, factor: str, taken: Mapping[str, int], flows:
         return [Row(tuple(given), I, factor)]
     if signature.terms is None:
         return []
-    lacking = [term for term in signature.terms if all(at[i] < 0 for i in term)]
-    choices = [[i for i in term if i in signature.carriers and flows[i]] for term in lacking]
+    lacking = [[i for i in term if i in signature.carriers] for term in signature.terms if all(at[i] < 0 for i in term)]
+    choices = [[i for i in term if flows[i]] or term for term in lacking]
     return [
         Row(tuple(P() if i in carried else place for i, place in enumerate(given)), P(), factor)
         for carried in itertools.product(*choices)

@@ -79,7 +79,7 @@ def row_combinations(
 def _whole(trial: Trial) -> tuple[Outputs, Outputs, list[Tensor] | None]:
     inputs = [x.clone().requires_grad_(flow) for x, flow in zip(trial.operands, trial.flows, strict=True)]
     outputs = trial.whole(inputs)
-    cotangents = tuple(torch.randn_like(y) if y.is_floating_point() else torch.zeros(()) for y in outputs)
+    cotangents = tuple(torch.randn_like(y) if y.is_floating_point() else torch.zeros_like(y) for y in outputs)
     try:
         gradients = _gradients(inputs, outputs, cotangents)
     except (RuntimeError, ValueError, TypeError) as error:

@@ -19,6 +19,8 @@ from ndcompile.runtime.collectives import (
 )
 from ndcompile.runtime.factory import arange
 from ndcompile.runtime.gradient import scale_gradient
+from ndcompile.runtime.grouped import grouped_linear
+from ndcompile.runtime.histogram import histogram
 from ndcompile.runtime.lookup import embedding
 from ndcompile.runtime.loss import cross_entropy
 from ndcompile.runtime.mesh import Mesh, Ranks, current, use
@@ -48,6 +50,8 @@ __all__ = [
     "dropout",
     "embedding",
     "fold",
+    "grouped_linear",
+    "histogram",
     "invariant",
     "keep_mask",
     "pad",

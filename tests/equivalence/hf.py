@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.equivalence.zoo import Batch, masked
 
@@ -16,6 +16,8 @@ SIZES: dict[str, Any] = dict(
     use_cache=False, max_position_embeddings=32,
 )  # fmt: skip
 GROUPED: dict[str, Any] = SIZES | dict(num_key_value_heads=2, head_dim=8)
+EXPERTS: dict[str, Any] = GROUPED | dict(num_local_experts=4, num_experts_per_tok=2)
+BALANCED: dict[str, Any] = dict(output_router_logits=True, router_aux_loss_coef=0.02)
 NO_DROPOUT: dict[str, Any] = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
@@ -31,6 +33,9 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Mistral": ("MistralForCausalLM", "MistralConfig", GROUPED | dict(sliding_window=4)),
     "Phi-3": ("Phi3ForCausalLM", "Phi3Config", SIZES | dict(num_key_value_heads=2, pad_token_id=0, eos_token_id=2)),
     "Gemma-2": ("Gemma2ForCausalLM", "Gemma2Config", GROUPED),
+    "Mixtral": ("MixtralForCausalLM", "MixtralConfig", EXPERTS),
+    "Mixtral, balanced": ("MixtralForCausalLM", "MixtralConfig", EXPERTS | BALANCED),
+    "Mixtral, balanced, with padding": ("MixtralForCausalLM", "MixtralConfig", EXPERTS | BALANCED),
     "BERT": ("BertForMaskedLM", "BertConfig", SIZES | NO_DROPOUT),
     "ALBERT": ("AlbertForMaskedLM", "AlbertConfig", SIZES | NO_DROPOUT | dict(embedding_size=16)),
     "ViT": (
@@ -44,6 +49,12 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Name → model class, config class, config."""
 
 
+def padding(ids: Tensor) -> Batch:
+    """A mask that hides the last i tokens of sample i."""
+    short = torch.arange(len(ids)).unsqueeze(1) % ids.shape[1]
+    return {"attention_mask": (torch.arange(ids.shape[1]) < ids.shape[1] - short).long()}
+
+
 def maker(name: str) -> Callable[[int], tuple[nn.Module, Batch]]:
     def make(size: int) -> tuple[nn.Module, Batch]:
         import transformers
@@ -53,7 +64,8 @@ def maker(name: str) -> Callable[[int], tuple[nn.Module, Batch]]:
         made = getattr(transformers, model)(getattr(transformers, config)(**sizes))
         if name == "ViT":
             return made, {"pixel_values": torch.randn(size, 3, 16, 16), "labels": torch.randint(5, (size,))}
-        return made, masked("input_ids", VOCABULARY, size)
+        batch = masked("input_ids", VOCABULARY, size)
+        return made, batch | padding(batch["input_ids"]) if name.endswith("with padding") else batch
 
     return make
 
