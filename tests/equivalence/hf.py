@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.equivalence.zoo import Batch, masked
 
@@ -29,14 +29,17 @@ def _gpt2(dropout: float) -> dict[str, Any]:
 CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "GPT-2": ("GPT2LMHeadModel", "GPT2Config", _gpt2(0.0)),
     "GPT-2 with dropout": ("GPT2LMHeadModel", "GPT2Config", _gpt2(0.1)),
+    "GPT-2 over 50,257": ("GPT2LMHeadModel", "GPT2Config", _gpt2(0.1) | dict(n_embd=8, vocab_size=50257)),
+    "Llama, one KV head": ("LlamaForCausalLM", "LlamaConfig", GROUPED | dict(num_key_value_heads=1)),
     "Qwen3": ("Qwen3ForCausalLM", "Qwen3Config", GROUPED),
     "Mistral": ("MistralForCausalLM", "MistralConfig", GROUPED | dict(sliding_window=4)),
     "Phi-3": ("Phi3ForCausalLM", "Phi3Config", SIZES | dict(num_key_value_heads=2, pad_token_id=0, eos_token_id=2)),
     "Gemma-2": ("Gemma2ForCausalLM", "Gemma2Config", GROUPED),
     "Mixtral": ("MixtralForCausalLM", "MixtralConfig", EXPERTS),
     "Mixtral, balanced": ("MixtralForCausalLM", "MixtralConfig", EXPERTS | BALANCED),
-    "Mixtral, balanced, with padding": ("MixtralForCausalLM", "MixtralConfig", EXPERTS | BALANCED),
+    "Mixtral, balanced, padded": ("MixtralForCausalLM", "MixtralConfig", EXPERTS | BALANCED),
     "BERT": ("BertForMaskedLM", "BertConfig", SIZES | NO_DROPOUT),
+    "BERT, padded": ("BertForMaskedLM", "BertConfig", SIZES | NO_DROPOUT),
     "ALBERT": ("AlbertForMaskedLM", "AlbertConfig", SIZES | NO_DROPOUT | dict(embedding_size=16)),
     "ViT": (
         "ViTForImageClassification",
@@ -46,13 +49,29 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         | dict(image_size=16, patch_size=4, num_labels=5),
     ),
 }
-"""Name → model class, config class, config."""
+"""Name → model class, config class, config: a model is a line here, and one in `BATCHES` if it takes other inputs."""
 
 
-def padding(ids: Tensor) -> Batch:
-    """A mask that hides the last i tokens of sample i."""
-    short = torch.arange(len(ids)).unsqueeze(1) % ids.shape[1]
-    return {"attention_mask": (torch.arange(ids.shape[1]) < ids.shape[1] - short).long()}
+def _tokens(size: int) -> Batch:
+    return masked("input_ids", VOCABULARY, size)
+
+
+def _padded(size: int) -> Batch:
+    """Sample i has 8 − i % 8 tokens; the rest is padding, without labels."""
+    batch = _tokens(size)
+    there = torch.arange(8) < (8 - torch.arange(size) % 8)[:, None]
+    return batch | dict(attention_mask=there.long(), labels=batch["input_ids"].where(there, -100))
+
+
+def _images(size: int) -> Batch:
+    return {"pixel_values": torch.randn(size, 3, 16, 16), "labels": torch.randint(5, (size,))}
+
+
+BATCHES: dict[str, Callable[[int], Batch]] = {
+    "ViT": _images,
+    "BERT, padded": _padded,
+    "Mixtral, balanced, padded": _padded,
+}
 
 
 def maker(name: str) -> Callable[[int], tuple[nn.Module, Batch]]:
@@ -62,10 +81,7 @@ def maker(name: str) -> Callable[[int], tuple[nn.Module, Batch]]:
         model, config, sizes = CONFIGS[name]
         torch.manual_seed(5)
         made = getattr(transformers, model)(getattr(transformers, config)(**sizes))
-        if name == "ViT":
-            return made, {"pixel_values": torch.randn(size, 3, 16, 16), "labels": torch.randint(5, (size,))}
-        batch = masked("input_ids", VOCABULARY, size)
-        return made, batch | padding(batch["input_ids"]) if name.endswith("with padding") else batch
+        return made, BATCHES.get(name, _tokens)(size)
 
     return make
 
