@@ -140,14 +140,15 @@ def _mean(build: _Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _ones(build: _Builder, node: fx.Node) -> fx.Node:
-    """`new_ones`, `new_zeros`, `new_full`: the tensor that they are called on lends only its device and dtype."""
+    """`new_zeros`, `zeros_like` and the like: the tensor that they are called on lends only its size, device, dtype."""
     given, meta = arguments(node), node.meta
     kwargs = dict(dtype=meta["dtype"], device=torch.device("meta"))  # follow_device says where
+    size = given["size"] if "size" in given else [build.size(given["self"], [d]) for d in range(len(meta["sizes"]))]
     if "fill_value" in given:
-        new = build(aten.full.default, given["size"], given["fill_value"], sizes=meta["sizes"], dtype=meta["dtype"])
+        new = build(aten.full.default, size, given["fill_value"], sizes=meta["sizes"], dtype=meta["dtype"])
     else:
         target = aten.ones.default if "ones" in str(node.target) else aten.zeros.default
-        new = build(target, given["size"], sizes=meta["sizes"], dtype=meta["dtype"])
+        new = build(target, size, sizes=meta["sizes"], dtype=meta["dtype"])
     new.kwargs = kwargs
     return new
 
@@ -169,5 +170,8 @@ LOWERINGS: dict[Any, Callable[[_Builder, fx.Node], fx.Node | None]] = {
     aten.new_ones.default: _ones,
     aten.new_zeros.default: _ones,
     aten.new_full.default: _ones,
+    aten.ones_like.default: _ones,
+    aten.zeros_like.default: _ones,
+    aten.full_like.default: _ones,
     aten.histc.default: _histc,
 }

@@ -28,7 +28,7 @@ FUNCTIONAL = frozenset(
 )
 TORCH = frozenset(
     "rsqrt sqrt exp log sin cos tanh sigmoid abs erf where cumsum diff tril triu maximum minimum logical_and "
-    "logical_or logical_not bmm addmm reciprocal log1p expm1 floor clamp isnan isinf zeros_like".split()
+    "logical_or logical_not bmm addmm baddbmm reciprocal log1p expm1 floor clamp isnan isinf zeros_like".split()
 )
 METHODS = frozenset(
     "transpose permute unsqueeze squeeze t detach masked_fill amax amin argmax any all var select topk argsort "

@@ -15,9 +15,10 @@ def matmul(call: Call) -> Signature:
 
 
 def addmm(call: Call) -> Signature:
-    """The bias has any rank, and its dims are the last ones of the output."""
-    bias = " ".join(("m", "n")[2 - len(call.operands[0]) :])
-    return line(f"({bias}) + (m k)(k n) -> m n")(call)
+    """`addmm`, `baddbmm`: the bias has any rank, and its dims are the last ones of the output."""
+    batch = "b " * (len(call.output) - 2)
+    bias = " ".join(f"{batch}m n".split()[len(call.output) - len(call.operands[0]) :])
+    return line(f"({bias}) + ({batch}m k)({batch}k n) -> {batch}m n")(call)
 
 
 def reduction(linear: bool) -> Rule:
@@ -44,6 +45,7 @@ RULES: dict[str, Rule] = {
     "aten.bmm.default": line("(b m k)(b k n) -> b m n"),
     "aten.matmul.default": matmul,
     "aten.addmm.default": addmm,
+    "aten.baddbmm.default": addmm,
     "aten.linear.default": line("(* k)(n k) -> * n", "(* k)(n k) + n -> * n"),
     "aten.sum.default": reduction(linear=True),
     "aten.sum.dim_IntList": reduction(linear=True),
