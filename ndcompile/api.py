@@ -90,7 +90,7 @@ def _program(
     )  # fmt: skip
     times = {"capture": time.perf_counter() - begin}
     lists = frozenset(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
-    title = f"{type(model).__name__} on {spec}: emitted by ndcompile."
+    title = type(model).__name__
     names = pinned_names(model, pins)
     job = pipeline.Job(
         captured.graph, spec, asked.precision, pins, names, lists, _names(model), title, asked.local_outputs,
@@ -98,10 +98,10 @@ def _program(
     )  # fmt: skip
     pipeline.run(job, folder)
     assert job.reference and job.local and job.emitted, "the pipeline has run all its steps"
-    parameters = planning.parameters(model, job.graph, spec)
+    parameters = planning.parameters(model, job.graph, job.mesh)
     manifest = planning.manifest(model, captured, job, parameters, autocast)
     return Program(
-        job.emitted.source, manifest, spec, job.graph, job.local, job.reference, parameters, job.problems, times
+        job.emitted.source, manifest, job.mesh, job.graph, job.local, job.reference, parameters, job.problems, times
     )
 
 

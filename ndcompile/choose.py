@@ -38,7 +38,9 @@ class Problem:
     costs: dict[Key, list[float]] = field(default_factory=dict)
     edges: dict[Edge, Callable[[Placement, Placement], float]] = field(default_factory=dict)
     weights: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
-    """How many ops, or places, share a key."""
+    """How many ops share a key."""
+    times: dict[tuple[Key, Key], int] = field(default_factory=dict)
+    """How often a conversion of a producer stands at a place, if not once."""
 
     def allow(self, key: Key, keep: Callable[[Row], bool]) -> None:
         """Keep only some rows of an op."""
@@ -54,7 +56,7 @@ def moved_bytes(problem: Problem, chosen: Mapping[Key, Row]) -> float:
         source, target = chosen[edge.producer].output, chosen[edge.user].operands[edge.operand]
         volume = getattr(cost, "volume", None)
         if volume is not None and source != target:
-            times = max(problem.weights[edge.place], 1)
+            times = problem.times.get((edge.producer, edge.place), 1)
             paid[edge.producer, edge.place, source, target] = volume(source, target) * times
     return float(sum(paid.values()))
 
@@ -115,7 +117,7 @@ def _add_edge(
             if price:
                 share = (edge.producer, edge.place, source, target)
                 if share not in paid:
-                    paid[share] = program.variable(price * max(problem.weights[edge.place], 1))
+                    paid[share] = program.variable(price * problem.times.get(share[:2], 1))
                 program.at_most([(flow, 1.0), (paid[share], -1.0)], 0.0)
     for source, indices in gives.items():
         program.equal([(i, 1.0) for i in out_of[source]] + [(i, -1.0) for i in indices], 0.0)

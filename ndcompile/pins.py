@@ -32,9 +32,9 @@ def read_pins(placements: Mapping[str, Mapping[str, Any]] | None, mesh: MeshSpec
                 raise CompileError(
                     f"the pin '{pattern}' names axis '{axis}', which no mesh has", tries=", ".join(mesh.names) or "tp"
                 )
-            if axis not in mesh.names:
+            if mesh.size(axis.partition(".")[0]) == 1:
                 continue
-            if KINDS[mesh[axis].kind].shards_batch:
+            if KINDS[axis.partition(".")[0]].shards_batch:
                 raise CompileError(
                     f"the pin '{pattern}' is on data axis '{axis}'",
                     why="data axes are forced: inputs are sharded on the batch, parameters whole where they are used",
@@ -91,9 +91,8 @@ def resolve_pins(
                 f"the pin '{pattern}' matches no parameter and no module",
                 tries=tuple(_close(pattern, names)) or "a name from model.named_parameters()",
             )
-        for axis, placement in placements.items():
-            if axis not in mesh.names and mesh.size(axis) == 1:
-                continue
+        parts = [(part, p) for axis, p in placements.items() for part in _parts(pattern, axis, mesh)]
+        for axis, placement in parts:
             for name in matches:
                 earlier = found.setdefault(axis, {}).setdefault(names[name], placement)
                 if earlier != placement and not (earlier.whole and placement.whole):
@@ -102,6 +101,18 @@ def resolve_pins(
                         why=f"the last of the pins that match it is '{pattern}'",
                         tries="one pin for it, or narrower wildcards",
                     )
+    return found
+
+
+def _parts(pattern: str, axis: str, mesh: MeshSpec) -> list[str]:
+    """The axis that a pin names, or the parts that it is cut into; a part of an axis that is whole is none."""
+    found = [name for name in mesh.names if name == axis or name.startswith(axis + ".")]
+    if not found:
+        raise CompileError(
+            f"the pin '{pattern}' is on '{axis}', but axis '{axis.partition('.')[0]}' is not cut so",
+            why=f"the mesh is {mesh}",
+            tries=f"a pin on {axis.partition('.')[0]}",
+        )
     return found
 
 

@@ -27,6 +27,7 @@ from ndcompile.passes.propagate_layouts import propagate_layouts
 from ndcompile.passes.recognise_experts import recognise_experts
 from ndcompile.passes.recognise_masks import recognise_masks
 from ndcompile.passes.replace_dropout import replace_dropout
+from ndcompile.passes.split_axes import split_axes
 from ndcompile.pins import Pins
 from ndcompile.precision import Precision
 from ndcompile.rules.registry import signature
@@ -68,8 +69,13 @@ def _propagate(job: Job) -> None:
     job.problems = propagate_layouts(job.graph, job.mesh, job.pins, job.local_outputs, job.all_pins_match)
 
 
+def _split_axes(job: Job) -> None:
+    job.mesh = split_axes(job.graph, job.mesh)
+
+
 def _emit(job: Job) -> None:
-    job.emitted = emit(job.graph, job.mesh, job.names, job.title)
+    title = f"{job.title} on {job.mesh}: emitted by ndcompile."
+    job.emitted = emit(job.graph, job.mesh, job.names, title)
 
 
 def _keep_reference(job: Job) -> None:
@@ -100,6 +106,7 @@ PIPELINE: tuple[Step, ...] = (
     Step("replace_dropout", lambda job: replace_dropout(job.graph), (checks.no_hidden_randomness,)),
     Step("keep_reference", _keep_reference),
     Step("measure_values", lambda job: measure_values(job.graph, job.mesh)),
+    Step("split_axes", _split_axes),
     Step("propagate_layouts", _propagate, (checks.every_value_placed, checks.parameters_lie_where_they_are_used)),
     Step(
         "insert_collectives",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
 
 from torch import fx
 
-from ndcompile.axes import AxisKind
+from ndcompile.axes import KINDS, AxisKind
 from ndcompile.choose import Edge, Problem
 from ndcompile.cost import BUS, NOMINAL, conversion_bytes, conversion_time, op_time
 from ndcompile.mesh import MeshSpec
@@ -83,7 +85,9 @@ def _is_matrix(node: fx.Node) -> bool:
 def _source_rows(node: fx.Node, kind: AxisKind, ranks: int) -> list[Row]:
     shape = node.meta["shape"]
     if node.meta["role"] == "parameter":
-        return [Row((), placement) for placement in kind.parameter_uses(shape, ranks)]
+        dim = _cut_dim(node, kind)
+        uses = kind.parameter_uses(shape, ranks)
+        return [Row((), use) for use in uses if use.whole or dim in (None, use.dim)]
     if node.meta["role"] == "input":
         if kind.shards_batch and (dim := batch_dim(shape)) is not None:
             return [Row((), S(dim))]
@@ -94,6 +98,12 @@ def _source_rows(node: fx.Node, kind: AxisKind, ranks: int) -> list[Row]:
 def batch_dim(shape: tuple[Size, ...]) -> int | None:
     """The first dim that the batch is in; data axes shard it."""
     return next((dim for dim, size in enumerate(shape) if "b" in size.symbols), None)
+
+
+def _cut_dim(node: fx.Node, kind: AxisKind) -> int | None:
+    """The dim of a parameter that an earlier part of this axis shards: later parts shard that one or none."""
+    found = (p.dim for a, p in node.meta["placements"].items() if KINDS[a.partition(".")[0]] is kind and p.kind == "S")
+    return next(found, None)
 
 
 def _op_rows(state: State, node: fx.Node, kind: AxisKind, ranks: int) -> list[Row]:
@@ -131,12 +141,16 @@ def _flops(state: State, node: fx.Node) -> float:
 
 
 def _add_edges(state: State, problem: Problem, kind: AxisKind, ranks: int) -> None:
+    """A conversion stands once a segment for all uses in it that want one layout, on the axes placed before too."""
+    stand: dict[Any, dict[Any, int]] = defaultdict(dict)
     for node in state.ops():
         for number, value in enumerate(operands(node)):
-            place = ("place", node.meta.get("kind"))
-            cost = _unchanged if node.target is getitem else _EdgeCost.of(state, value, kind, ranks)
-            problem.edges.setdefault(Edge(key_of(value), key_of(node), number, place), cost)
-            problem.weights[place] = max(problem.weights[place], problem.weights[key_of(node)])
+            before = tuple(used[number] for used in node.meta["uses"].values())
+            edge = Edge(key_of(value), key_of(node), number, (node.meta.get("kind"), before))
+            cost = _unchanged if node.target is getitem else _EdgeCost.of(state, value, kind, ranks, before)
+            problem.edges.setdefault(edge, cost)
+            stand[edge.producer, edge.place][value, node.meta.get("segment")] = 1
+    problem.times = {place: sum(found.values()) for place, found in stand.items()}
 
 
 def _unchanged(source: Placement, target: Placement) -> float:
@@ -146,7 +160,11 @@ def _unchanged(source: Placement, target: Placement) -> float:
 
 @dataclass(frozen=True)
 class _EdgeCost:
-    """Seconds, and bytes, of converting one value on one axis; what may not happen costs infinity."""
+    """Seconds, and bytes, of converting one value on one axis; what may not happen costs infinity.
+
+    `earlier` are the seconds of this edge's conversions on axes placed before: uses that want two layouts here convert
+    twice there. They are not less where this axis shards the value, so that axes convert on the same edges.
+    """
 
     shape: tuple[Size, ...]
     nbytes: float
@@ -154,14 +172,26 @@ class _EdgeCost:
     parameter: bool
     kind: AxisKind
     ranks: int
+    earlier: float = 0.0
 
     @classmethod
-    def of(cls, state: State, value: fx.Node, kind: AxisKind, ranks: int) -> _EdgeCost:
+    def of(
+        cls, state: State, value: fx.Node, kind: AxisKind, ranks: int, before: Sequence[Placement] = ()
+    ) -> _EdgeCost:
         meta = value.meta
         parameter = meta.get("role") == "parameter"
-        return cls(meta["shape"], meta["nbytes"] / state.parts[value], meta["grad"], parameter, kind, ranks)
+        nbytes, earlier = meta["nbytes"] / state.parts[value], 0.0
+        for (axis, source), target in zip(meta["placements"].items(), before, strict=False):
+            size = state.mesh.size(axis)
+            nbytes /= size if target.kind == "S" != source.kind else 1  # what was cut there is smaller here
+            whole = nbytes * (size if "S" in (source.kind, target.kind) else 1)
+            earlier += 0.0 if parameter else conversion_time(source, target, whole, size, meta["grad"])
+        return cls(meta["shape"], nbytes, meta["grad"], parameter, kind, ranks, earlier)
 
     def __call__(self, source: Placement, target: Placement) -> float:
+        return self.earlier + self._here(source, target)
+
+    def _here(self, source: Placement, target: Placement) -> float:
         if source == target:
             return 0.0
         if self.parameter and source.kind == "S":

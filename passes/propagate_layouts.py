@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from torch import fx
 
-from ndcompile.axes import KINDS, AxisKind
+from ndcompile.axes import KINDS
 from ndcompile.choose import Infeasible, Problem, choose
 from ndcompile.errors import CompileError
+from ndcompile.heads import Attention, attentions
 from ndcompile.mesh import MeshSpec
 from ndcompile.pins import Pins, resolve_pins
 from ndcompile.placement import I, Layout, Placement, S
 from ndcompile.problem import State, batch_dim, key_of, problem_on, returned
-from ndcompile.rules.registry import op_name, operands
+from ndcompile.rules.layers import HEADS
+from ndcompile.rules.registry import operands
 from ndcompile.rules.rows import Row
 
 
@@ -29,16 +32,19 @@ def propagate_layouts(
     """
     pinned = resolve_pins(graph, mesh, pins, all_pins_match)
     state = State(graph, mesh, local_outputs)
+    heads = attentions(graph)
     problems = {}
     for axis in sorted(mesh.names, key=lambda name: KINDS[mesh[name].kind].integers):
-        problems[axis] = _place(state, axis, pinned.get(axis, {}))
+        problems[axis] = _place(state, axis, pinned.get(axis, {}), heads)
     _store(state, mesh)
     return problems
 
 
-def _place(state: State, axis: str, pinned: Mapping[fx.Node, Placement]) -> Problem:
+def _place(state: State, axis: str, pinned: Mapping[fx.Node, Placement], heads: list[Attention]) -> Problem:
     kind, ranks = KINDS[state.mesh[axis].kind], state.mesh[axis].size
     problem = problem_on(state, kind, ranks)
+    for node in _repeated(state, axis, heads) - set(pinned):
+        _keep_whole(problem, node)
     for node, placement in pinned.items():
         _pin(problem, node, axis, placement)
     try:
@@ -52,8 +58,33 @@ def _place(state: State, axis: str, pinned: Mapping[fx.Node, Placement]) -> Prob
         ) from error
     for node in [*state.sources(), *state.ops()]:
         _decide(state, node, axis, ranks, chosen[key_of(node)])
-    _require_heads(state, axis, kind, ranks)
+    _require_heads(state, axis, heads)
     return problem
+
+
+def _repeated(state: State, axis: str, heads: list[Attention]) -> set[fx.Node]:
+    """The matrices that make keys and values whose heads do not divide further: each rank needs all that they make."""
+    if not KINDS[state.mesh[axis].kind].integers:
+        return set()
+    exhausted = [a for a in heads if a.keys % (_cut(state, a) * state.mesh[axis].size)]
+    return {matrix for attention in exhausted for matrix in attention.matrices}
+
+
+def _keep_whole(problem: Problem, parameter: fx.Node) -> None:
+    """Every rank holds the parameter and uses all of it."""
+    problem.allow(key_of(parameter), lambda row: row.output.whole)
+    for user in parameter.users:
+        problem.allow(key_of(user), partial(_takes_whole, user, parameter))
+
+
+def _takes_whole(user: fx.Node, value: fx.Node, row: Row) -> bool:
+    return all(taken.whole for operand, taken in zip(operands(user), row.operands, strict=True) if operand is value)
+
+
+def _cut(state: State, attention: Attention) -> int:
+    """Over how many ranks the heads are sharded already."""
+    dim = len(attention.node.meta["shape"]) + HEADS
+    return state.mesh.size(*(a for a, placement in attention.node.meta["placements"].items() if placement == S(dim)))
 
 
 def _shown(node: fx.Node) -> str:
@@ -85,23 +116,25 @@ def _decide(state: State, node: fx.Node, axis: str, ranks: int, row: Row) -> Non
             node.meta.setdefault("algorithm_axes", []).append((axis, row.factor))
 
 
-def _require_heads(state: State, axis: str, kind: AxisKind, ranks: int) -> None:
+def _require_heads(state: State, axis: str, heads: list[Attention]) -> None:
     """Attention on a tensor axis is sharded by heads, or the mesh is refused: each rank would do all of it."""
-    if kind.shards_batch:
+    if not KINDS[state.mesh[axis].kind].integers:
         return
-    for node in state.ops():
-        if "attention" in op_name(node.target) and node.meta["placements"][axis].whole:
-            heads = node.meta["shape"][1]
-            fits = [n for n in range(2, int(heads.coefficient) + 1) if heads.coefficient % n == 0]
-            if heads.divides_by(ranks):
-                continue
-            raise CompileError(
-                f"{heads} attention heads do not divide over {ranks} ranks of axis '{axis}'",
-                node=f"%{node.name}   {node.meta['module']}",
-                source=node.meta["source"],
-                why="every rank would repeat the whole attention",
-                tries=f"{axis} = {', '.join(map(str, fits)) or 1}",
-            )
+    whole = state.mesh[axis].kind
+    ranks = state.mesh.size(whole)
+    for attention in heads:
+        queries, keys, node = attention.queries, attention.keys, attention.node
+        if not node.meta["placements"][axis].whole:
+            continue
+        fits = [n for n in range(2, queries + 1) if queries % n == 0 and (keys % n == 0 or n % keys == 0)]
+        few = "" if keys == queries else f" over {keys} of keys and values"
+        raise CompileError(
+            f"{queries} attention heads{few} do not divide over {ranks} ranks of axis '{whole}'",
+            node=f"%{node.name}   {node.meta['module']}",
+            source=node.meta["source"],
+            why="every rank would repeat the whole attention",
+            tries=f"{whole} = {', '.join(map(str, fits)) or 1}",
+        )
 
 
 def _store(state: State, mesh: MeshSpec) -> None:

@@ -70,7 +70,6 @@ def _replace(graph: fx.GraphModule, node: fx.Node, key: fx.Node, site: int) -> N
     given = arguments(node)
     with graph.graph.inserting_before(node):
         if node.target is ATTENTION:
-            assert not given["enable_gqa"], "grouped queries are expanded before this pass"
             tensors = (given["query"], given["key"], given["value"])
             scale = given["scale"] or tensors[0].meta["sizes"][-1] ** -0.5
             args = (*tensors, given["attn_mask"], given["dropout_p"], key, site, given["is_causal"], scale)

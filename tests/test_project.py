@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "choose": {"rules", "route", "cost", "placement", "mesh", "size"},
     "problem": {"rules", "axes", "choose", "cost", "placement", "mesh", "size"},
     "pins": {"axes", "placement", "mesh"},
+    "heads": {"rules"},
     "bind": {"runtime", "program", "placement", "mesh", "size"},
 }
 """Part → the parts that it may import, besides itself and `errors`. Parts that are not named may import any."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from ndcompile.rules.notation import Call, Rule, RuleError, Signature, line
+from dataclasses import replace
+
+from ndcompile.rules.notation import Call, Dims, Rule, RuleError, Signature, line
 from ndcompile.rules.views import along
-from ndcompile.size import ONE
+from ndcompile.size import ONE, Shape
 
 
 def normalised(call: Call) -> Signature:
@@ -70,6 +72,45 @@ def factory(call: Call) -> Signature:
     return Signature(tuple(() for _ in given), output, sizes)
 
 
+def attention(*texts: str) -> Rule:
+    """Attention by a line, in which heads are among the leading dims; groups of queries may share keys and values.
+
+    A dim of `h · g` heads of queries beside one of `h` heads of keys and values is two factors, of which keys lack `g`.
+    """
+    alike = line(*texts)
+
+    def rule(call: Call) -> Signature:
+        query, key = call.operands[:2]
+        if len(query) < 4 or query[HEADS] == key[HEADS]:
+            return alike(call)
+        count, groups = key[HEADS], query[HEADS] // query[HEADS].gcd(key[HEADS])
+        assert count * groups == query[HEADS], "torch takes no other heads"
+
+        def taken_apart(shape: Shape) -> Shape:
+            if len(shape) < 3:
+                return shape
+            pair = {query[HEADS]: (count, groups), count: (count, ONE)}.get(shape[HEADS], (ONE, ONE))
+            return (*shape[:HEADS], *pair, *shape[HEADS + 1 :])
+
+        given = tuple(map(taken_apart, call.operands))
+        bound = alike(replace(call, operands=given, output=taken_apart(call.output)))
+        joined = tuple(map(_together_again, bound.operands))
+        return replace(bound, operands=joined, output=_together_again(bound.output))
+
+    return rule
+
+
+HEADS = -3
+"""The dim of heads in queries, keys and values."""
+
+ATTENTION = ("f(* s! d!, * t! d!, * t! e!) -> * s! e!", "f(* s! d!, * t! d!, * t! e!, * s! t!) -> * s! e!")
+
+
+def _together_again(dims: Dims) -> Dims:
+    """Heads and groups, the two dims before the last two, as one."""
+    return dims if len(dims) < 4 else (*dims[:-4], dims[-4] + dims[-3], *dims[-2:])
+
+
 RULES: dict[str, Rule] = {
     "aten.layer_norm.default": normalised,
     "aten.rms_norm.default": normalised,
@@ -80,14 +121,8 @@ RULES: dict[str, Rule] = {
     "aten.index.Tensor": lookup,
     "aten.gather.default": gathered,
     "aten.conv2d.default": convolution,
-    "aten.scaled_dot_product_attention.default": line(
-        "f(* s! d!, * t! d!, * t! e!) -> * s! e!",
-        "f(* s! d!, * t! d!, * t! e!, * s! t!) -> * s! e!",
-    ),
-    "runtime.attention_with_dropout": line(
-        "f(* s! d!, * t! d!, * t! e!, ) -> * s! e!",
-        "f(* s! d!, * t! d!, * t! e!, * s! t!, ) -> * s! e!",
-    ),
+    "aten.scaled_dot_product_attention.default": attention(*ATTENTION),
+    "runtime.attention_with_dropout": attention(*(text.replace(") ->", ", ) ->") for text in ATTENTION)),
     "runtime.cross_entropy": line("f(n v~, n) -> n"),
     "runtime.dropout": line("f(*, ) -> *"),
     "runtime.fold": line("f() -> "),

@@ -24,11 +24,13 @@ def attention_with_dropout(
     shards: Mapping[int, Ranks] | None = None,
     sizes: Mapping[int, int] | None = None,
 ) -> Tensor:
-    """Softmax attention `[b, h, s, d]` from queries `[b, h, s, d]` and keys and values `[b, h, t, d]`.
+    """Softmax attention `[b, h, s, d]` from queries `[b, h, s, d]` and keys and values `[b, h, t, d]`, or fewer.
 
     `mask` is bool (true: attend) or is added to the scores. Probabilities are dropped by their global index in
     `[b, h, s, t]`; `shards` and `sizes` say how its dims are sharded. A row that may attend to nothing gives zeros.
     """
+    if k.shape[1] != q.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     wide = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
     scores = (q.to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.to(wide).transpose(-2, -1)
     if is_causal:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.equivalence.grouped import GROUPED, VOCABULARY
 from tests.equivalence.odd import ODD
 
 Batch = dict[str, Tensor]
@@ -75,6 +76,14 @@ def odd(name: str) -> Callable[[int], tuple[nn.Module, Batch]]:
     return make
 
 
+def grouped(name: str) -> Callable[[int], tuple[nn.Module, Batch]]:
+    def make(size: int) -> tuple[nn.Module, Batch]:
+        torch.manual_seed(6)
+        return GROUPED[name](), masked("ids", VOCABULARY, size, length=24)
+
+    return make
+
+
 ZOO: dict[str, Callable[[int], tuple[nn.Module, Batch]]] = {
     "mlp": mlp,
     "gpt": gpt(0.0),
@@ -83,5 +92,5 @@ ZOO: dict[str, Callable[[int], tuple[nn.Module, Batch]]] = {
 }
 """The models of the matrix."""
 
-ALL = ZOO | {name: odd(name) for name in ODD}
-"""And those of `odd`."""
+ALL = ZOO | {name: odd(name) for name in ODD} | {name: grouped(name) for name in GROUPED}
+"""And those of `odd` and `grouped`."""

@@ -19,6 +19,7 @@ def key() -> Spec:
 
 
 Q, K, V = (f(2, 4, 6, 3) for _ in range(3))
+GROUPED = (f(2, 2, 6, 3), f(2, 2, 6, 3))
 
 CASES: list[Case] = [
     case("aten.layer_norm.default", f(4, 6, 5), [5], f(5), f(5)),
@@ -52,6 +53,10 @@ CASES: list[Case] = [
     case("aten.scaled_dot_product_attention.default", f(2, 5, 6, 3), f(2, 5, 7, 3), f(2, 5, 7, 4), f(6, 7)),
     case("aten.scaled_dot_product_attention.default", Q, K, V, f(2, 1, 6, 6)),
     case("aten.scaled_dot_product_attention.default", Q, K, V, f(1, 4, 1, 6)),
+    case("aten.scaled_dot_product_attention.default", Q, *GROUPED, enable_gqa=True),
+    case("aten.scaled_dot_product_attention.default", f(2, 12, 6, 3), *GROUPED, f(2, 12, 6, 6), enable_gqa=True),
+    case("aten.scaled_dot_product_attention.default", f(2, 6, 6, 3), f(2, 1, 6, 3), f(2, 1, 6, 3), enable_gqa=True),
+    case("runtime.attention_with_dropout", Q, *GROUPED, None, 0.4, key(), 3),
     case("runtime.attention_with_dropout", Q, K, V, None, 0.4, key(), 3),
     case("runtime.attention_with_dropout", f(3, 5, 6, 2), f(3, 5, 4, 2), f(3, 5, 4, 7), f(6, 4), 0.4, key(), 3),
     case("runtime.attention_with_dropout", Q, K, V, f(2, 1, 6, 6), 0.4, key(), 3, False, 0.7),
@@ -107,6 +112,13 @@ def test_masks_of_attention_may_broadcast() -> None:
         grads=[True, True, True, False],
     )
     assert (S(1), S(1), S(1), R) in {row.operands for row in found}
+
+
+def test_groups_of_queries_are_sharded_once_their_keys_are() -> None:
+    bound = case("aten.scaled_dot_product_attention.default", Q, *GROUPED, enable_gqa=True).trial().signature
+    heads, groups = bound.output[1]
+    assert [row.operands for row in rows(bound, 2) if row.factor in (heads, groups)] == [(S(1), S(1), S(1))]
+    assert [row.operands for row in rows(bound, 2, taken={heads: 2}) if row.factor == groups] == [(S(1), R, R)]
 
 
 def test_a_convolution_in_groups_has_no_rule() -> None:
