@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,8 @@ class Writer:
         if isinstance(value, (list, tuple)):
             inner = ", ".join(self.text(v) for v in value)
             return f"({inner},)" if len(value) == 1 else f"({inner})"
+        if isinstance(value, float) and not math.isfinite(value):
+            return f'float("{value}")'
         return repr(value)
 
     def axis(self, names: str | tuple[str, ...]) -> str:

@@ -7,6 +7,7 @@ train on the mesh, and measure how far they are from them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import ndcompile as nd
 from ndcompile.mesh import MeshSpec
-from tests.equivalence.hf import MODELS
-from tests.equivalence.zoo import ALL, Batch
+from tests.equivalence.registry import MODELS
+from tests.equivalence.zoo import Batch
 
 SAMPLES = 8
 LEARNING_RATE = 1e-2
@@ -81,7 +82,7 @@ def distance(a: Tensor, b: Tensor, least: float) -> float:
 
 
 def make(case: Case) -> tuple[nn.Module, Batch]:
-    model, batch = (ALL | MODELS)[case.model](SAMPLES)
+    model, batch = MODELS[case.model](SAMPLES)
     if case.float64:
         model = model.double()
         batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
@@ -92,15 +93,23 @@ def prepare(case: Case, folder: Path) -> Path:
     """Compile the case, and train on one device in float64 (and in the case's dtype); all goes to `folder`."""
     model, batch = make(case)
     nd.compile(model, case.mesh, batch, float64=case.float64).save(folder / "program.py")
-    exact_model, exact_batch = make(replace(case, float64=True))
-    program = nd.compile(exact_model, "", exact_batch, float64=True)
-    steps = [list(train(program.one_device(exact_model), exact_model, exact_batch, EPS[case.float64]))]
-    if not case.float64:
-        callee = nd.compile(model, "", batch).one_device(model) if program.manifest.random else model
-        steps.append(list(train(callee, model, batch, EPS[False])))
-    torch.save(steps, folder / "steps.pt")
+    torch.save(on_one_device(case.model, case.float64), folder / "steps.pt")
     torch.save(case, folder / "case.pt")
     return folder
+
+
+@lru_cache(maxsize=4)
+def on_one_device(name: str, float64: bool) -> list[list[Step]]:
+    """The steps of one device in float64, and in float32 if that is asked for: the same for every mesh."""
+    case = Case(name, "", float64)
+    model, batch = make(replace(case, float64=True))
+    program = nd.compile(model, "", batch, float64=True)
+    steps = [train(program.one_device(model), model, batch, EPS[float64])]
+    if not float64:
+        model, batch = make(case)
+        callee = nd.compile(model, "", batch).one_device(model) if program.manifest.random else model
+        steps.append(train(callee, model, batch, EPS[False]))
+    return steps
 
 
 def train(callee: nn.Module, model: nn.Module, batch: Batch, eps: float) -> list[Step]:

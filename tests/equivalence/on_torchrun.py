@@ -24,10 +24,9 @@ from torch import Tensor
 from ndcompile.mesh import MeshSpec
 from tests.equivalence import compare
 from tests.equivalence.compare import Case, Outcome, measure, prepare
-from tests.equivalence.hf import MODELS
-from tests.equivalence.zoo import ALL
+from tests.equivalence.registry import MODELS
 
-CASES = [Case(model, mesh) for model in (*ALL, *MODELS) for mesh in ("dp_shard=2", "tp=2", "dp_replicate=2")]
+CASES = [Case(model, mesh) for model in MODELS for mesh in ("dp_shard=2", "tp=2", "dp_replicate=2")]
 
 
 def prepare_alone(case: Case, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The equivalence matrix: every model of the zoo on every mesh of 2, 4 and 8 ranks of one or two axes.
+"""The equivalence matrix: every model of the zoo on every mesh of 2, 4 and 8 ranks of up to three axes.
 
 pytest -m equivalence                the covering subset that CI runs
 pytest -m "equivalence or full"      all of it
@@ -6,28 +6,15 @@ pytest -m "equivalence or full"      all of it
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ndcompile.mesh import BUILT
 from tests.equivalence.compare import Case, measure_all, prepare
-from tests.equivalence.hf import MODELS
 from tests.equivalence.odd import ODD
+from tests.equivalence.registry import WORLDS, meshes
 from tests.equivalence.zoo import ZOO
 from tests.ranks import run
-
-
-def meshes(world_size: int) -> Iterator[str]:
-    """All meshes of one axis, and of two in mesh order."""
-    for axis in BUILT:
-        yield f"{axis}={world_size}"
-    for one, two in itertools.combinations(BUILT, 2):
-        for size in (2, 4):
-            if world_size % size == 0 and world_size // size > 1:
-                yield f"{one}={size}, {two}={world_size // size}"
 
 
 def cases(world_size: int) -> list[Case]:
@@ -61,9 +48,9 @@ def test_the_covering_subset_equals_one_device(world_size: int, tmp_path: Path) 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mesh", [mesh for world_size in (2, 4, 8) for mesh in meshes(world_size)])
+@pytest.mark.parametrize("mesh", [mesh for world_size in WORLDS for mesh in meshes(world_size)])
 def test_the_whole_matrix_equals_one_device(mesh: str, tmp_path: Path) -> None:
-    world_size = next(n for n in (2, 4, 8) if mesh in meshes(n))
+    world_size = next(n for n in WORLDS if mesh in meshes(n))
     check(world_size, [case for case in cases(world_size) if case.mesh == mesh], tmp_path)
 
 
@@ -103,9 +90,3 @@ WIDER = {
 @pytest.mark.parametrize("world_size", WIDER)
 def test_three_axes_and_sub_axes_equal_one_device(world_size: int, tmp_path: Path) -> None:
     check(world_size, WIDER[world_size], tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("model", MODELS)
-def test_transformers_models_equal_one_device(model: str, tmp_path: Path) -> None:
-    check(2, [Case(model, mesh) for mesh in meshes(2)], tmp_path)
