@@ -37,6 +37,8 @@ def drop_noops(graph: fx.GraphModule) -> fx.GraphModule:
             graph.graph.erase_node(node)
         elif node.target is aten.view.default:
             node.target = aten.reshape.default  # copies that made a view possible are gone
+        elif node.target is aten.broadcast_to.default:
+            node.target = aten.expand.default
         elif node.target in CASTS:
             node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], node.meta["dtype"]), {}
     graph.graph.eliminate_dead_code()

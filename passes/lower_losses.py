@@ -162,6 +162,23 @@ def _histc(build: _Builder, node: fx.Node) -> fx.Node | None:
     return build(runtime.histogram, *counted, sizes=meta["sizes"], dtype=meta["dtype"])
 
 
+def _repeat(build: _Builder, node: fx.Node) -> fx.Node:
+    """Copies along a dim are a dim of their own before it, which an expansion makes and a reshape joins with it."""
+    x, target = arguments(node)["self"], node.meta["sizes"]
+    source = (1,) * (len(target) - len(x.meta["sizes"])) + x.meta["sizes"]
+    apart = tuple(n for size in source for n in (1, size))
+    times = [sympy.cancel(sympy.sympify(n) / size) for n, size in zip(target, source, strict=True)]
+    copies = tuple(n for many, size in zip(times, source, strict=True) for n in (_number(many), size))
+    for op, sizes in ((aten.reshape.default, apart), (aten.expand.default, copies), (aten.reshape.default, target)):
+        given = [size_node(build.graph, sympy.sympify(n)) for n in sizes]
+        x = build(op, x, given, sizes=sizes, dtype=node.meta["dtype"])
+    return x
+
+
+def _number(size: sympy.Expr) -> int | sympy.Expr:
+    return int(size) if size.is_Integer else size
+
+
 LOWERINGS: dict[Any, Callable[[_Builder, fx.Node], fx.Node | None]] = {
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.mse_loss.default: _mse,
@@ -174,4 +191,5 @@ LOWERINGS: dict[Any, Callable[[_Builder, fx.Node], fx.Node | None]] = {
     aten.zeros_like.default: _ones,
     aten.full_like.default: _ones,
     aten.histc.default: _histc,
+    aten.repeat.default: _repeat,
 }

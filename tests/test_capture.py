@@ -394,6 +394,29 @@ def test_a_size_as_a_float_is_that_size(mesh: str) -> None:
     captures(seeded(PerToken), X, mesh)
 
 
+class Repeats(nn.Module):
+    """Copies along old dims and new ones, as often as the batch is large; the plain names of expand and transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = self.inner(x)[0:1].repeat(x.shape[0], 2)
+        many = self.inner.weight.T.repeat(x.shape[0], 1, 3)
+        return (
+            row.sum(-1, keepdim=True) * torch.broadcast_to(self.inner.bias, row[:, :4].shape)
+            + many.tanh().sum(1)[:, :4]
+        )
+
+
+@pytest.mark.parametrize("mesh", ["", "dp_shard=2", "tp=2", "dp_shard=2, tp=2"])
+def test_copies_are_an_expanded_dim(mesh: str) -> None:
+    program = captures(seeded(Repeats), X, mesh)
+    model, x = seeded(Repeats).double(), torch.randn(8, 6, dtype=torch.float64)
+    torch.testing.assert_close(program.one_device(model)(x), model(x))
+
+
 def test_sizes_in_the_model_are_the_whole_ones() -> None:
     program = captures(UsesSizes(), X)
     model, x = UsesSizes().double(), torch.randn(7, 6, dtype=torch.float64)

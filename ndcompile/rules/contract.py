@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ndcompile.rules.notation import Call, Rule, Signature, line
+from ndcompile.rules.notation import Call, Rule, RuleError, Signature, line
 from ndcompile.size import ONE
 
 
@@ -19,6 +19,20 @@ def addmm(call: Call) -> Signature:
     batch = "b " * (len(call.output) - 2)
     bias = " ".join(f"{batch}m n".split()[len(call.output) - len(call.operands[0]) :])
     return line(f"({bias}) + ({batch}m k)({batch}k n) -> {batch}m n")(call)
+
+
+def einsum(call: Call) -> Signature:
+    """The equation is the rule: its letters are the factors, `...` is `*`."""
+    equation = str(call.arguments["equation"]).replace(" ", "")
+    given, arrow, output = equation.partition("->")
+    if not arrow:
+        letters = sorted(set(given) - set(",."))
+        output = "..." * ("..." in given) + "".join(letter for letter in letters if given.count(letter) == 1)
+    operands = given.split(",")
+    if any(operand.count(letter) > 1 for operand in operands for letter in operand if letter != "."):
+        raise RuleError(f"einsum '{equation}' takes a diagonal, which has no rule")
+    listed = [" ".join(part.replace("...", "*")) for part in (*operands, output)]
+    return line(f"({')('.join(listed[:-1])}) -> {listed[-1]}")(call)
 
 
 def reduction(linear: bool) -> Rule:
@@ -44,6 +58,7 @@ RULES: dict[str, Rule] = {
     "aten.mm.default": line("(m k)(k n) -> m n"),
     "aten.bmm.default": line("(b m k)(b k n) -> b m n"),
     "aten.matmul.default": matmul,
+    "aten.einsum.default": einsum,
     "aten.addmm.default": addmm,
     "aten.baddbmm.default": addmm,
     "aten.linear.default": line("(* k)(n k) -> * n", "(* k)(n k) + n -> * n"),
@@ -56,6 +71,10 @@ RULES: dict[str, Rule] = {
     "aten.max.default": reduction(linear=False),
     "aten.argmax.default": reduction(linear=False),
     "aten.var.correction": reduction(linear=False),
+    "aten.prod.default": reduction(linear=False),
+    "aten.prod.dim_int": reduction(linear=False),
+    "aten.logsumexp.default": reduction(linear=False),
+    "aten.linalg_vector_norm.default": reduction(linear=False),
     "aten.any.default": reduction(linear=False),
     "aten.all.default": reduction(linear=False),
 }

@@ -49,10 +49,15 @@ def gathered(call: Call) -> Signature:
 
 
 def convolution(call: Call) -> Signature:
-    """`conv2d` over batch, and over output or input channels; a window needs its neighbours, so space is whole."""
-    if call.arguments["groups"] != 1:
-        raise RuleError(f"conv2d with groups={call.arguments['groups']} has no rule: channels run together in parts")
-    return line("(n c x! y!)(o c p! q!) -> n o u! v!", "(n c x! y!)(o c p! q!) + o -> n o u! v!")(call)
+    """Over batch, and over output or input channels; a window needs its neighbours, so space is whole.
+
+    Of channels in groups, each group would be its own convolution: they are whole.
+    """
+    rank = len(call.operands[0]) - 2
+    space, window, out = (" ".join(f"{letter}{d}!" for d in range(rank)) for letter in "xwy")
+    c, k, o = ("c", "c", "o") if call.arguments["groups"] == 1 else ("c!", "k!", "o!")
+    given, kernel, made = f"n {c} {space}", f"{o} {k} {window}", f"n {o} {out}"
+    return line(f"({given})({kernel}) -> {made}", f"({given})({kernel}) + {o} -> {made}")(call)
 
 
 def embedding(call: Call) -> Signature:
@@ -120,7 +125,9 @@ RULES: dict[str, Rule] = {
     "aten.embedding.default": embedding,
     "aten.index.Tensor": lookup,
     "aten.gather.default": gathered,
+    "aten.conv1d.default": convolution,
     "aten.conv2d.default": convolution,
+    "aten.conv3d.default": convolution,
     "aten.scaled_dot_product_attention.default": attention(*ATTENTION),
     "runtime.attention_with_dropout": attention(*(text.replace(") ->", ", ) ->") for text in ATTENTION)),
     "runtime.cross_entropy": line("f(n v~, n) -> n"),

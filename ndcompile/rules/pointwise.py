@@ -46,13 +46,17 @@ RULES: dict[str, Rule] = {
         "pow.Tensor_Scalar pow.Scalar square.default clamp.default clamp_min.default clamp_max.default "
         "logical_not.default bitwise_not.default isnan.default isinf.default "
         "eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar log1p.default expm1.default floor.default "
+        "ceil.default round.default trunc.default log2.default exp2.default tan.default atan.default sinh.default "
+        "cosh.default log_sigmoid.default selu.default celu.default hardsigmoid.default nan_to_num.default "
         "to.dtype to.device to.dtype_layout _to_copy.default",
     ),
     **_named(
         BINARY,
         "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and.default logical_or.default "
         "bitwise_and.Tensor bitwise_or.Tensor __and__.Tensor __or__.Tensor maximum.default minimum.default "
-        "pow.Tensor_Tensor floor_divide.default remainder.Scalar remainder.Tensor masked_fill.Scalar",
+        "pow.Tensor_Tensor floor_divide.default remainder.Scalar remainder.Tensor masked_fill.Scalar "
+        "max.other min.other clamp_min.Tensor clamp_max.Tensor atan2.default fmod.Scalar fmod.Tensor "
+        "bitwise_xor.Tensor logical_xor.default div.Tensor_mode div.Scalar_mode",
     ),
     "aten.to.other": cast_like,
     "aten.type_as.default": cast_like,

@@ -84,6 +84,23 @@ def along(argument: str = "dim", default: int = 0, linear: bool = True) -> Rule:
     return rule
 
 
+def stack(call: Call) -> Signature:
+    """The new dim is whole; linear in all together."""
+    names, sizes = _names(call.operands[0])
+    dims, at = _dims(names, sizes), call.arguments["dim"] % len(call.output)
+    output = (*dims[:at], ("n",), *dims[at:])
+    count = len(call.operands)
+    terms, carriers = tuple((i,) for i in range(count)), frozenset(range(count))
+    return Signature((dims,) * count, output, sizes | {"n": Size(count)}, terms, carriers, frozenset({"n"}))
+
+
+def roll(call: Call) -> Signature:
+    """The rolled dims are whole; without dims, all are."""
+    names, sizes = _names(call.operands[0])
+    dims, given = _dims(names, sizes), _listed(call.arguments["dims"], len(names)) or range(len(names))
+    return Signature((dims,), dims, sizes, ((0,),), frozenset({0}), frozenset(names[d] for d in given))
+
+
 def pad(call: Call) -> Signature:
     """The last dims are padded: those are whole. A value other than 0 makes it affine, so nothing may be partial."""
     names, sizes = _names(call.operands[0])
@@ -114,6 +131,10 @@ RULES: dict[str, Rule] = {
     "aten.squeeze.default": reshape,
     "aten.transpose.int": _reordered(_transposed),
     "aten.t.default": _reordered(lambda call: list(range(len(call.output)))[::-1]),
+    "aten.numpy_T.default": _reordered(lambda call: list(range(len(call.output)))[::-1]),
+    "aten.mT.default": _reordered(
+        lambda call: [*range(len(call.output) - 2), len(call.output) - 1, len(call.output) - 2]
+    ),
     "aten.permute.default": _reordered(lambda call: [d % len(call.output) for d in call.arguments["dims"]]),
     "aten.movedim.int": _reordered(_moved),
     "aten.movedim.intlist": _reordered(_moved),
@@ -130,6 +151,9 @@ RULES: dict[str, Rule] = {
     "aten.split_with_sizes.default": along(),
     "aten.chunk.default": along(),
     "aten.cat.default": along(),
+    "aten.stack.default": stack,
+    "aten.unbind.int": select,
+    "aten.roll.default": roll,
     "aten.flip.default": flip,
     "aten.pad.default": pad,
     "aten.cumsum.default": along(),

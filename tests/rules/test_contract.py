@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from ndcompile.errors import CompileError
 from ndcompile.placement import P, R, S
 from ndcompile.rules.rows import rows
 from ndcompile.size import Size
@@ -56,6 +59,15 @@ CASES: list[Case] = [
     case("aten.argmax.default", f(6, 5), -1),
     case("aten.var.correction", f(4, 6, 5), [-1], correction=0, keepdim=True),
     case("aten.var.correction", f(6, 5)),
+    case("aten.prod.default", f(6, 5)),
+    case("aten.prod.dim_int", f(6, 5), -1),
+    case("aten.logsumexp.default", f(4, 6, 5), [-1]),
+    case("aten.linalg_vector_norm.default", f(6, 5)),
+    case("aten.linalg_vector_norm.default", f(4, 6, 5), 2.0, [1], True),
+    case("aten.einsum.default", "bsh, enh -> bsen", [f(2, 6, 5), f(4, 3, 5)]),
+    case("aten.einsum.default", "...i,ji", [f(4, 6, 5), f(12, 5)]),
+    case("aten.einsum.default", "bq,bk,qkv->bv", [f(6, 4), f(6, 5), f(4, 5, 2)]),
+    case("aten.einsum.default", "ij->i", [f(6, 12)]),
     case("aten.any.default", bools(6, 5)),
     case("aten.all.default", bools(6, 5)),
 ]
@@ -74,3 +86,8 @@ def test_a_bias_is_partial_where_the_contraction_is_sharded() -> None:
 def test_a_bias_is_sharded_with_the_columns() -> None:
     found = rows(case("aten.addmm.default", f(4), f(6, 6), f(6, 4)).trial().signature, 2)
     assert [row.operands for row in found if row.output == S(1)] == [(S(0), R, S(1))]
+
+
+def test_a_diagonal_has_no_rule() -> None:
+    with pytest.raises(CompileError, match="einsum 'bii->bi' takes a diagonal"):
+        case("aten.einsum.default", "bii->bi", [f(4, 6, 6)]).trial()

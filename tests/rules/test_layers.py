@@ -48,6 +48,10 @@ CASES: list[Case] = [
     case("aten.conv2d.default", f(4, 6, 5, 5), f(12, 6, 3, 3), f(12), padding=[1, 1]),
     case("aten.conv2d.default", f(B, 3, 4, 6), f(4, 3, 2, 2), None, [2, 2]),
     case("aten.conv2d.default", f(3, 4, 3, 3), f(7, 4, 3, 3), f(7)),
+    case("aten.conv2d.default", f(4, 6, 5, 5), f(12, 3, 3, 3), f(12), groups=2),
+    case("aten.conv1d.default", f(4, 6, 8), f(12, 6, 3), f(12), padding=[2]),
+    case("aten.conv1d.default", f(3, 12, 8), f(12, 1, 4), None, padding=[3], groups=12),
+    case("aten.conv3d.default", f(2, 4, 3, 4, 4), f(6, 4, 2, 2, 2)),
     case("aten.scaled_dot_product_attention.default", Q, K, V),
     case("aten.scaled_dot_product_attention.default", Q, K, V, None, 0.0, True),
     case("aten.scaled_dot_product_attention.default", f(2, 5, 6, 3), f(2, 5, 7, 3), f(2, 5, 7, 4), f(6, 7)),
@@ -121,6 +125,6 @@ def test_groups_of_queries_are_sharded_once_their_keys_are() -> None:
     assert [row.operands for row in rows(bound, 2, taken={heads: 2}) if row.factor == groups] == [(S(1), R, R)]
 
 
-def test_a_convolution_in_groups_has_no_rule() -> None:
-    with pytest.raises(CompileError, match="conv2d with groups=2 has no rule"):
-        every_row_holds(case("aten.conv2d.default", f(4, 6, 5, 5), f(12, 3, 3, 3), groups=2))
+def test_a_convolution_in_groups_shards_its_batch_alone() -> None:
+    given = case("aten.conv2d.default", f(4, 12, 5, 5), f(12, 3, 3, 3), groups=4).trial().signature
+    assert {row.operands for row in rows(given, 2) if row.factor} == {(S(0), R)}

@@ -10,9 +10,10 @@ from tests.rules.case import Case, bools, case, each, every_row_holds, f, ints, 
 B = Size(12, ("b",))
 UNARY = (
     "neg relu gelu silu tanh sigmoid exp sin cos abs erf softplus leaky_relu elu hardtanh mish hardswish relu6 sign "
-    "square expm1 floor isnan isinf"
+    "square expm1 floor isnan isinf ceil round trunc exp2 tan atan sinh cosh log_sigmoid selu celu hardsigmoid "
+    "nan_to_num"
 ).split()
-OF_POSITIVE = "log sqrt rsqrt reciprocal log1p".split()
+OF_POSITIVE = "log sqrt rsqrt reciprocal log1p log2".split()
 COMPARISONS = "eq ne lt le gt ge".split()
 
 CASES: list[Case] = [
@@ -50,6 +51,17 @@ CASES: list[Case] = [
     case("aten.minimum.default", f(6, 1), f(5)),
     case("aten.floor_divide.default", ints(6, 5, high=9), ints(5, low=1, high=4)),
     case("aten.remainder.Tensor", ints(6, 5, high=9), ints(5, low=1, high=4)),
+    case("aten.max.other", f(6, 5), f(5)),
+    case("aten.min.other", ints(6, 5, high=9), ints(high=9)),
+    case("aten.clamp_min.Tensor", f(6, 5), f(5)),
+    case("aten.clamp_max.Tensor", f(6, 5), f()),
+    case("aten.atan2.default", f(6, 5), positive(5)),
+    case("aten.fmod.Scalar", f(6, 5), 3),
+    case("aten.fmod.Tensor", ints(6, 5, high=9), ints(5, low=1, high=4)),
+    case("aten.bitwise_xor.Tensor", bools(6, 5), bools(5)),
+    case("aten.logical_xor.default", bools(6, 5), bools(6, 1)),
+    case("aten.div.Tensor_mode", ints(6, 5, high=9), ints(5, low=1, high=4), rounding_mode="floor"),
+    case("aten.div.Scalar_mode", ints(6, 5, high=9), 2, rounding_mode="trunc"),
     case("aten.masked_fill.Scalar", f(4, 6, 5), bools(6, 5), -1.0),
     case("aten.masked_fill.Scalar", f(6, 5), bools(6, 1), 0.0),
     case("aten.masked_fill.Tensor", f(6, 5), bools(5), f()),
