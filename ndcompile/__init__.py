@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ndcompile.program import Program
     from ndcompile.rules.registry import register_rule
     from ndcompile.runtime.module import ParallelModule
+    from ndcompile.verify import verify
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ _HOME = {
     "Precision": "precision",
     "Program": "program",
     "register_rule": "rules.registry",
+    "verify": "verify",
 }
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "load",
     "parallelize",
     "register_rule",
+    "verify",
 ]
 
 

@@ -102,7 +102,7 @@ def _bind(
 
     def make(training: bool) -> tuple[Root, Manifest]:
         text, plan = (source, manifest) if training == manifest.training else other(training)
-        return _execute(text, plan, mesh, module), plan
+        return execute(text, plan, mesh, dict(module.named_parameters()), dict(module.named_buffers())), plan
 
     module = class_for(signature)(mesh, device_mesh, make)
     _fill(module, model, manifest, placed, buffers)
@@ -259,7 +259,9 @@ def _container(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module, leaf
 
 
-def _execute(source: str, manifest: Manifest, mesh: Mesh, module: ParallelModule) -> Root:
+def execute(
+    source: str, manifest: Manifest, mesh: Mesh, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+) -> Root:
     """Run the emitted text as a module (tracebacks show its lines) and make its root."""
     name = f"<ndcompile {manifest.root} {hashlib.sha256(source.encode()).hexdigest()[:8]}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
@@ -268,7 +270,7 @@ def _execute(source: str, manifest: Manifest, mesh: Mesh, module: ParallelModule
         exec(compile(source, name, "exec"), namespace)
     shapes = {n: _shape_in_compute(plan, mesh) for n, plan in manifest.parameters.items()}
     state = State(
-        mesh, dict(module.named_parameters()), dict(module.named_buffers()), shapes,
+        mesh, parameters, buffers, shapes,
         as_dtype(manifest.compute), as_dtype(manifest.reduce),
     )  # fmt: skip
     root = namespace[manifest.root](state)

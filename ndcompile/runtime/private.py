@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -136,3 +137,16 @@ def in_backward() -> bool:
 def storage_id(x: Tensor) -> int | None:
     """What two tensors have in common exactly if they share memory; none for a DTensor."""
     return None if is_distributed(x) else x.untyped_storage()._cdata
+
+
+@contextmanager
+def dispatched(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Let `run(op, args, kwargs)` do every ATen op of this thread, forward and backward, below autograd."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return run(func, args, kwargs or {})
+
+    with Mode():
+        yield

@@ -1,0 +1,175 @@
+"""`verify`: is what runs on the mesh the model that was written?
+
+Every rank runs the emitted text, forward and backward, in one process and in exact arithmetic, and all that it
+computes is compared with the reference graph on one device. The module is what `nd.verify` names, so it is callable.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from ndcompile import checks, pipeline
+from ndcompile.program import Program
+from ndcompile.verify.arithmetic import PRIME, Domain, Field, Float64, NotInDomain, ZeroDenominator
+from ndcompile.verify.compare import Comparison, compare
+from ndcompile.verify.execute import on_one_device, on_ranks
+from ndcompile.verify.localise import begins_at
+from ndcompile.verify.report import Claim, Report
+from ndcompile.verify.sample import Sample, draw, symbol_sizes
+
+__all__ = ["Claim", "Report", "verify"]
+
+FAILURES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError, AttributeError, NameError)
+"""What a wrong program may raise when it runs."""
+
+NOT_CHECKED = [
+    "process groups, kernels and rounding in the program's own dtypes: casts between floats change nothing here",
+    "torch.compile; attention's kernel (its formula runs here); that the reference graph is the model, but for tests",
+]
+
+
+def verify(
+    program: Program,
+    model: nn.Module | None = None,
+    *,
+    seeds: int = 3,
+    microbatches: int = 2,
+    source: str | None = None,
+) -> Report:
+    """Check that the emitted text computes what the reference graph computes: results, every gradient on every rank,
+    the gradient norm, and the parameters after two clipped steps of AdamW over `microbatches` each.
+
+    Needs no process group and no GPU. `model` is needed where it has integer buffers. `source` is another text to run
+    in place of the program's.
+    """
+    types = _types(program)
+    exact, float64 = _Layer(), _Layer()
+    for seed in range(seeds):
+        if exact.held is not False:
+            _run(program, model, Field, seed, microbatches, source, exact)
+    _run(program, model, Float64, 0, microbatches, source, float64)
+    worst = exact if exact.held is False else float64
+    return Report(
+        f"{program.manifest.model} on {program.mesh}",
+        [types, _exact_claim(exact, seeds, microbatches, program), _float64_claim(float64)],
+        symbol_sizes(program),
+        worst.differences,
+        worst.begins,
+        NOT_CHECKED + [f"the prime field: {exact.unknown}"] * bool(exact.unknown),
+    )
+
+
+class _Layer:
+    """What one arithmetic found so far."""
+
+    def __init__(self) -> None:
+        self.comparison = Comparison()
+        self.differences: list[str] = []
+        self.begins = ""
+        self.unknown = ""
+        self.ran = self.drawn_again = self.degree = 0
+        self.seconds = 0.0
+
+    @property
+    def held(self) -> bool | None:
+        if self.differences:
+            return False
+        return True if self.ran and not self.unknown else None
+
+
+def _run(
+    program: Program, model: nn.Module | None, kind: type[Domain], seed: int, microbatches: int, source: str | None,
+    layer: _Layer,
+) -> None:  # fmt: skip
+    begin = time.perf_counter()
+    try:
+        domain, sample, right = _right_answers(program, model, kind, seed, microbatches, layer)
+        try:
+            found = on_ranks(program, sample, domain, source)
+        except NotInDomain:
+            raise
+        except FAILURES as error:
+            layer.differences.append(f"the emitted text does not run: {type(error).__name__}: {error}")
+        else:
+            comparison = compare(program, right, found, domain)
+            layer.comparison.join(comparison)
+            layer.differences += [str(d) for d in comparison.differences]
+            if comparison.differences:
+                layer.begins = begins_at(program, sample, domain, source, comparison.differences)
+            layer.degree = max(layer.degree, getattr(domain, "degree", 0))
+            layer.ran += 1
+    except NotInDomain as error:
+        layer.unknown = str(error)
+    layer.seconds += time.perf_counter() - begin
+
+
+def _right_answers(
+    program: Program, model: nn.Module | None, kind: type[Domain], seed: int, microbatches: int, layer: _Layer
+) -> tuple[Domain, Sample, Any]:
+    """One device's steps; where chance brings a zero denominator, of another sample."""
+    for attempt in range(20):
+        domain = kind(seed + 1000 * attempt)
+        sample = draw(program, domain, model, microbatches)
+        try:
+            right = on_one_device(program, sample, domain)
+        except ZeroDenominator:
+            layer.drawn_again += 1
+            continue
+        domain.degree = 0  # type: ignore[attr-defined]
+        return domain, sample, right
+    raise NotInDomain("20 samples had a zero denominator")
+
+
+def _types(program: Program) -> Claim:
+    begin = time.perf_counter()
+    steps = [s for s in pipeline.PIPELINE if s.name in ("propagate_layouts", "insert_collectives")]
+    try:
+        for step in steps:
+            for check in step.ensures:
+                check(program.graph, program.mesh)
+        nodes = [n for n in program.graph.graph.nodes if n.op == "call_function"]
+        moves = sum("move" in n.meta for n in nodes)
+        evidence = [
+            f"{len(nodes)} values have legal layouts, {moves} conversions are rows of the table, "
+            f"{len(program.duties())} uses of parameters are reduced exactly once"
+        ]
+        held = True
+    except checks.CheckError as error:
+        evidence, held = str(error).splitlines(), False
+    return Claim("proved (types)", held, evidence, time.perf_counter() - begin)
+
+
+def _exact_claim(layer: _Layer, seeds: int, microbatches: int, program: Program) -> Claim:
+    if layer.unknown and not layer.differences:
+        return Claim("equal over F_p", None, [layer.unknown], layer.seconds)
+    if layer.differences:
+        return Claim("equal over F_p", False, [layer.differences[0]], layer.seconds)
+    again = f", {layer.drawn_again} samples drawn again" if layer.drawn_again else ""
+    c, chance = layer.comparison, min(1.0, layer.degree / PRIME / program.mesh.world_size)
+    evidence = [
+        f"{seeds} seeds{again}; 2 steps of {microbatches} microbatches on {program.mesh.world_size} ranks: "
+        f"{c.tensors:,} tensors, {c.elements:,} elements, the difference is 0",
+        f"p = {PRIME}; one element of another function would pass by chance with at most about {chance**seeds:.0e}",
+    ]
+    return Claim("equal over F_p", True, evidence, layer.seconds)
+
+
+def _float64_claim(layer: _Layer) -> Claim:
+    if layer.differences:
+        return Claim("tested (float64)", False, [layer.differences[0]], layer.seconds)
+    c = layer.comparison
+    evidence = [f"the furthest of {c.tensors:,} tensors is {c.worst:.1e} away; 1e-10 would fail"]
+    return Claim("tested (float64)", layer.held, evidence, layer.seconds)
+
+
+class _Module(ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Report:
+        return verify(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Module

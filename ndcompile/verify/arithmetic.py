@@ -1,0 +1,256 @@
+"""The arithmetics in which a program and its reference are run: each gives every ATen op a meaning."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Op = Any
+"""An ATen op, as a dispatch mode sees it: `torch.ops.aten.mul.Tensor`."""
+
+
+class NotInDomain(NotImplementedError):
+    """An op that an arithmetic has no meaning for: nothing can be said of the program there."""
+
+
+class ZeroDenominator(ArithmeticError):
+    """A division by zero in the field, which chance brings: the sample is drawn again."""
+
+
+class Domain(ABC):
+    """An arithmetic. Every floating dtype is carried as float64, so that casts between them change nothing."""
+
+    name: str
+    exact: bool
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.generator = torch.Generator().manual_seed(seed)
+
+    @abstractmethod
+    def run(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `op` gives here."""
+
+    @abstractmethod
+    def encode(self, x: Tensor) -> Tensor:
+        """True numbers as values of the domain; integers and booleans stay what they are."""
+
+    @abstractmethod
+    def draw(self, shape: Sequence[int], positive: bool = False) -> Tensor:
+        """A random tensor: a parameter, an input, a cotangent."""
+
+    @abstractmethod
+    def reduce(self, op: str, values: Sequence[Tensor]) -> Tensor:
+        """What a reducing collective makes of the ranks' tensors."""
+
+    @abstractmethod
+    def distance(self, a: Tensor, b: Tensor, least: float) -> float:
+        """How far `a` is from the right value `b`: 0 if equal, and in an exact domain infinite if not."""
+
+
+def widened(value: Any) -> Any:
+    """Arguments with every floating dtype as float64."""
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value.is_floating_point else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(widened(v) for v in value)
+    return value
+
+
+def base_name(op: Op) -> str:
+    """`mul` of `aten.mul.Tensor`."""
+    name: str = op.name()
+    return name.partition("::")[2].partition(".")[0]
+
+
+def namespace(op: Op) -> str:
+    name: str = op.name()
+    return name.partition("::")[0]
+
+
+class Float64(Domain):
+    """Floating point of 53 bits: every op is torch's own."""
+
+    name = "float64"
+    exact = False
+
+    def run(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return op(*(widened(a) for a in args), **{k: widened(v) for k, v in kwargs.items()})
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x.double() if x.is_floating_point() else x
+
+    def draw(self, shape: Sequence[int], positive: bool = False) -> Tensor:
+        x = torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64)
+        if positive:
+            return x.abs() + 0.5
+        return x / math.sqrt(max(1, shape[-1])) if len(shape) > 1 else x
+
+    def reduce(self, op: str, values: Sequence[Tensor]) -> Tensor:
+        by: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+        return by[op](torch.stack(list(values)), 0)
+
+    def distance(self, a: Tensor, b: Tensor, least: float) -> float:
+        if a.shape != b.shape:
+            return math.inf
+        far = float((a.double() - b.double()).norm()) / max(float(b.double().norm()), least)
+        return far if far == far else math.inf
+
+
+PRIME = 1048573
+"""The largest prime below 2²⁰: a product of two residues is below 2⁴⁰, so sums of 2¹³ of them are exact in float64."""
+
+LONGEST = 1 << 13
+"""The longest contraction that is exact in one piece."""
+
+
+class Field(Domain):
+    """The integers modulo a prime. Sums, products and quotients are exact; what is neither is a random function.
+
+    A float tensor holds residues, or infinities. A constant is exact if it is a small rational, else a random element;
+    max and comparisons are by a random order of the elements, except that infinities are its ends.
+    """
+
+    name = "F_p"
+    exact = True
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._functions: dict[Any, Tensor] = {}
+        self._inverses = inverses()
+        self.infinite = False
+        self.degree = 0
+        """An estimate of the degree of what is computed, as a rational function: its products and denominators."""
+
+    # ---- elements ------------------------------------------------------------------------------------------------
+
+    def draw(self, shape: Sequence[int], positive: bool = False) -> Tensor:
+        return torch.randint(1, PRIME, tuple(shape), generator=self.generator).double()
+
+    def number(self, x: float | int | bool) -> float:
+        """A constant as an element: exact where it is a rational of small numerator and denominator."""
+        if isinstance(x, float) and not math.isfinite(x):
+            self.infinite = self.infinite or math.isinf(x)
+            return x
+        fraction = Fraction(x).limit_denominator(1000)
+        if isinstance(x, int) or float(fraction) == x:
+            return float(fraction.numerator * pow(fraction.denominator, -1, PRIME) % PRIME)
+        return float(scrambled(self.seed, "constant", x) % PRIME)
+
+    def encode(self, x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return x
+        x = x.double()
+        if bool((x.round() == x).all()) and bool(x.isfinite().all()):
+            return x.remainder(PRIME)
+        distinct, where = torch.unique(x, return_inverse=True)
+        elements = torch.tensor([self.number(v) for v in distinct.tolist()], dtype=torch.float64, device=x.device)
+        return elements[where].view(x.shape)
+
+    def element(self, x: Any) -> Any:
+        """An operand of an arithmetic op: whole numbers and constants become elements."""
+        if not isinstance(x, Tensor):
+            return self.number(x)
+        return x if x.is_floating_point() else self.mod(x.double())
+
+    def mod(self, x: Tensor) -> Tensor:
+        """The residue; infinities stay."""
+        if not self.infinite:
+            return x.remainder_(PRIME)
+        return torch.where(x.isinf(), x, x.remainder(PRIME))
+
+    def inverse(self, x: Tensor | float) -> Tensor:
+        x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+        if bool((x == 0).any()):
+            raise ZeroDenominator("a denominator is 0 modulo p")
+        self.degree += x.numel()
+        return look_up(self._inverses, x)
+
+    def function(self, name: Any, x: Tensor) -> Tensor:
+        """A random function of an element, the same for the same name; of minus infinity it is 0."""
+        if name not in self._functions:
+            seed = torch.Generator().manual_seed(scrambled(self.seed, name))
+            self._functions[name] = torch.randint(0, PRIME, (PRIME,), generator=seed).double()
+        if self.infinite:
+            finite = x.isfinite()
+            return torch.where(finite, look_up(self._functions[name], torch.where(finite, x, 0.0)), 0.0)
+        return look_up(self._functions[name], x)
+
+    def order(self, x: Tensor) -> Tensor:
+        """Each element's place in the random total order."""
+        if "order" not in self._functions:
+            seed = torch.Generator().manual_seed(scrambled(self.seed, "order"))
+            self._functions["order"] = torch.randperm(PRIME, generator=seed).double()
+        if self.infinite:
+            finite = x.isfinite()
+            return torch.where(finite, look_up(self._functions["order"], torch.where(finite, x, 0.0)), x)
+        return look_up(self._functions["order"], x)
+
+    # ---- ops -----------------------------------------------------------------------------------------------------
+
+    def run(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from ndcompile.verify.field import CONSTANTS, FUNCTIONS, MOVES, OPS
+
+        name = base_name(op)
+        args, kwargs = tuple(widened(a) for a in args), {k: widened(v) for k, v in kwargs.items()}
+        of_field = any(isinstance(x, Tensor) and x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)))
+        if not of_field or name in CONSTANTS:
+            result = op(*args, **kwargs)
+            return pytree.tree_map_only(Tensor, self.encode, result)
+        if name in MOVES:
+            return op(*args, **kwargs)
+        if name in OPS:
+            self.degree += name not in FUNCTIONS
+            return OPS[name](self, *args, **kwargs)
+        if name.endswith("_") and name[:-1] in OPS:
+            return args[0].copy_(OPS[name[:-1]](self, *args, **kwargs))
+        raise NotInDomain(f"{op.name()} has no meaning in the prime field")
+
+    def reduce(self, op: str, values: Sequence[Tensor]) -> Tensor:
+        stacked = torch.stack(list(values))
+        if op == "sum":
+            return self.mod(stacked.sum(0)) if stacked.is_floating_point() else stacked.sum(0)
+        keys = self.order(stacked) if stacked.is_floating_point() else stacked
+        best = (keys.argmax(0, keepdim=True), keys.argmin(0, keepdim=True))[op == "min"]
+        return stacked.gather(0, best).squeeze(0)
+
+    def distance(self, a: Tensor, b: Tensor, least: float) -> float:
+        return 0.0 if torch.equal(a, b) else math.inf
+
+
+def scrambled(*of: Any) -> int:
+    """A number that depends on all of these, and is the same in every process."""
+    return zlib.crc32(repr(of).encode()) * 2654435761 % (1 << 32)
+
+
+def look_up(table: Tensor, x: Tensor) -> Tensor:
+    index = x.long()
+    assert bool((index == x).all()), "a float tensor in the field holds residues"
+    return table[index]
+
+
+_inverses: dict[str, Tensor] = {}
+
+
+def inverses() -> Tensor:
+    """The inverse of each residue modulo the prime, by Fermat: x to the p − 2."""
+    if "all" not in _inverses:
+        result, power, exponent = torch.ones(PRIME, dtype=torch.int64), torch.arange(PRIME), PRIME - 2
+        while exponent:
+            if exponent & 1:
+                result = result * power % PRIME
+            power = power * power % PRIME
+            exponent >>= 1
+        _inverses["all"] = result.double()
+    return _inverses["all"]
+
+
+DOMAINS: Mapping[str, Callable[[int], Domain]] = {"float64": Float64, "field": Field}

@@ -1,0 +1,101 @@
+"""What the ranks found against what one device found: results, every gradient, its norm, every parameter after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndcompile.program import Program
+from ndcompile.verify.arithmetic import Domain
+from ndcompile.verify.execute import LEARNING_RATE, Step, result_layouts
+from ndcompile.verify.places import norm, part
+
+BAR = {True: 0.0, False: 1e-10}
+"""The largest distance, in an exact arithmetic and in float64."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is not what it must be, on the first rank where it is not."""
+
+    what: str
+    rank: int
+    distance: float
+
+    def __str__(self) -> str:
+        far = "another value" if math.isinf(self.distance) else f"{self.distance:.1e} away"
+        return f"{self.what}: {far} on rank {self.rank}"
+
+
+@dataclass
+class Comparison:
+    """How many tensors and elements were compared, the largest distance, and what is too far."""
+
+    tensors: int = 0
+    elements: int = 0
+    worst: float = 0.0
+    worst_what: str = ""
+    differences: list[Difference] = field(default_factory=list)
+
+    def join(self, other: Comparison) -> None:
+        self.tensors += other.tensors
+        self.elements += other.elements
+        self.differences += other.differences
+        if other.worst > self.worst:
+            self.worst, self.worst_what = other.worst, other.worst_what
+
+    def add(self, what: str, rank: int, distance: float, elements: int, bar: float) -> None:
+        self.tensors += 1
+        self.elements += elements
+        if distance > self.worst:
+            self.worst, self.worst_what = distance, what
+        if not distance <= bar and what not in {d.what for d in self.differences}:
+            self.differences.append(Difference(what, rank, distance))
+
+
+def compare(program: Program, right: Sequence[Step], found: Sequence[Sequence[Step]], domain: Domain) -> Comparison:
+    """All steps on all ranks."""
+    comparison = Comparison()
+    for number, step in enumerate(right):
+        for rank, steps in enumerate(found):
+            for what, mine, theirs, least in _pairs(program, step, steps[number], rank):
+                distance, elements = _distance(mine, theirs, least, domain)
+                comparison.add(f"step {number}: {what}", rank, distance, elements, BAR[domain.exact])
+    return comparison
+
+
+def _pairs(program: Program, right: Step, found: Step, rank: int) -> Iterator[tuple[str, Any, Any, float]]:
+    """(what, the rank's tensor, what it must be, the least norm that a distance is measured by)."""
+    assert right.norm is not None, "a step has a norm"
+    mesh, dims = program.mesh, {name: plan.dims for name, plan in program.manifest.parameters.items()}
+    for number, (theirs, mine) in enumerate(zip(right.results, found.results, strict=True)):
+        for i, (y, layout) in enumerate(zip(theirs, result_layouts(program), strict=True)):
+            whole = y if layout is None or not isinstance(y, Tensor) else part(y, layout.dims, mesh, rank)
+            yield f"result {i} of microbatch {number}", mine[i], whole, 1e-30
+    total = norm(right.norm)
+    for name, gradient in right.gradients.items():
+        expected = None if gradient is None else part(gradient, dims[name], mesh, rank)
+        yield f"gradient of {name}", found.gradients[name], expected, max(1e-6 * total, norm_of(gradient))
+    yield "gradient norm", found.norm, right.norm, 1e-30
+    for name, parameter in right.parameters.items():
+        least = max(LEARNING_RATE * parameter.numel() ** 0.5, norm(parameter))
+        yield f"{name} after it", found.parameters[name], part(parameter, dims[name], mesh, rank), least
+
+
+def norm_of(x: Tensor | None) -> float:
+    return 0.0 if x is None else norm(x)
+
+
+def _distance(mine: Any, theirs: Any, least: float, domain: Domain) -> tuple[float, int]:
+    if isinstance(theirs, Tensor) and isinstance(mine, Tensor):
+        if mine.shape != theirs.shape or mine.is_floating_point() != theirs.is_floating_point():
+            return math.inf, theirs.numel()
+        if not theirs.is_floating_point():
+            return (0.0 if torch.equal(mine, theirs) else math.inf), theirs.numel()
+        return domain.distance(mine, theirs, least), theirs.numel()
+    return (0.0 if mine is theirs or (not isinstance(mine, Tensor) and mine == theirs) else math.inf), 1

@@ -1,0 +1,183 @@
+"""The emitted text on all ranks, and the reference graph on one device: two optimizer steps of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ndcompile.axes import KINDS
+from ndcompile.bind import execute
+from ndcompile.mesh import MeshSpec
+from ndcompile.placement import Layout
+from ndcompile.program import Program
+from ndcompile.rules.registry import results
+from ndcompile.runtime import Root, private
+from ndcompile.verify.arithmetic import Domain
+from ndcompile.verify.lockstep import mesh_of, run_one, run_ranks
+from ndcompile.verify.places import part
+from ndcompile.verify.sample import Sample
+
+STEPS = 2
+CLIP = 0.1
+LEARNING_RATE = 1e-2
+
+
+@dataclass
+class Step:
+    """What one optimizer step shows: results of each microbatch, gradients, their norm, and the parameters after."""
+
+    results: list[list[Any]] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    norm: Tensor | None = None
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+Forward = Callable[[Sequence[Tensor]], Sequence[Any]]
+Backward = Callable[[Sequence[Any], int], None]
+
+
+def on_one_device(program: Program, sample: Sample, domain: Domain) -> list[Step]:
+    """The reference graph; draws the cotangents of its results into the sample."""
+
+    def run() -> list[Step]:
+        leaves = sample.leaves(lambda name, whole: whole)
+        scales = [1 / n for n in cotangent_scales(program)]
+
+        def backward(found: Sequence[Any], number: int) -> None:
+            cotangents = sample.cotangents(found, number, domain)
+            pairs = [(y, g * s) for y, g, s in zip(found, cotangents, scales, strict=True) if g is not None]
+            _backward(pairs)
+
+        return _train(leaves, lambda inputs: walk(program.reference, sample, leaves, inputs), backward, sample, _norm)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        return run_one(domain, run)
+
+
+def on_ranks(program: Program, sample: Sample, domain: Domain, source: str | None = None) -> list[list[Step]]:
+    """The emitted text (or another one) on every rank of the program's mesh."""
+    mesh, layouts = program.mesh, result_layouts(program)
+
+    def run(rank: int) -> list[Step]:
+        leaves = sample.leaves(lambda name, whole: part(whole, program.manifest.parameters[name].dims, mesh, rank))
+        root = emitted(program, source, rank, leaves, sample)
+
+        def forward(inputs: Sequence[Tensor]) -> Sequence[Any]:
+            mine = [part(x, d, mesh, rank) for x, d in zip(inputs, input_dims(program), strict=True)]
+            return root.forward(*mine, *([sample.key] if program.manifest.random else []))
+
+        def backward(found: Sequence[Any], number: int) -> None:
+            wholes = sample.drawn[number]
+            pairs = [
+                (y, part(g, layout.dims, mesh, rank))
+                for y, g, layout in zip(found, wholes, layouts, strict=True)
+                if g is not None and layout is not None
+            ]
+            _backward(pairs)
+
+        return _train(leaves, forward, backward, sample, lambda grads: _sharded_norm(grads, program, rank))
+
+    with sdpa_kernel(SDPBackend.MATH):
+        return run_ranks(mesh, domain, run)
+
+
+def emitted(program: Program, source: str | None, rank: int, leaves: Mapping[str, Tensor], sample: Sample) -> Root:
+    return execute(source or str(program), program.manifest, mesh_of(program.mesh, rank), leaves, sample.buffers)
+
+
+def walk(graph: fx.GraphModule, sample: Sample, leaves: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Any]:
+    """The nodes of the reference graph, one by one."""
+    given = dict(zip(sample.inputs, inputs, strict=True))
+    values: dict[fx.Node, Any] = {}
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = sample.placeholder(node, leaves, given)
+        elif node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+            values[node] = node.target(*args, **kwargs)
+    return [values[v] if isinstance(v, fx.Node) else v for v in results(graph)]
+
+
+def result_layouts(program: Program) -> list[Layout | None]:
+    return [v.meta["layout"] if isinstance(v, fx.Node) else None for v in results(program.graph)]
+
+
+def input_dims(program: Program) -> list[tuple[tuple[str, ...], ...]]:
+    """How each input is sharded when it comes in: over the data axes, by the contract."""
+    placeholders = {n.meta["name"]: n for n in program.graph.graph.find_nodes(op="placeholder")}
+    return [placeholders[name].meta["layout"].dims for name in program.manifest.inputs]
+
+
+def cotangent_scales(program: Program) -> list[int]:
+    """A result with a batch takes gradients as the mean of the data ranks; a scalar is the same on all."""
+    mesh = program.mesh
+    data = [a for a in mesh.names if KINDS[mesh[a].kind].shards_batch]
+    layouts = result_layouts(program)
+    return [mesh.size(*data) if y and any(a in axes for axes in y.dims for a in data) else 1 for y in layouts]
+
+
+def _backward(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    flows = [(y, g) for y, g in pairs if isinstance(y, Tensor) and y.requires_grad]
+    if flows:
+        torch.autograd.backward([y for y, _ in flows], [g for _, g in flows])
+
+
+def _train(
+    leaves: Mapping[str, Tensor], forward: Forward, backward: Backward, sample: Sample, norm: Callable[..., Tensor]
+) -> list[Step]:
+    trained = {name: p for name, p in leaves.items() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=LEARNING_RATE, foreach=False, fused=False)
+    steps = []
+    for _ in range(sample.steps):
+        step = Step()
+        for number, inputs in enumerate(sample.batches):
+            found = forward(inputs)
+            backward(found, number)
+            step.results.append([y.detach() if isinstance(y, Tensor) else y for y in found])
+        step.gradients = {name: None if p.grad is None else p.grad.clone() for name, p in trained.items()}
+        with torch.no_grad():
+            step.norm = norm(step.gradients)
+            scale = torch.clamp(CLIP / (step.norm + 1e-6), max=1.0)
+            for p in trained.values():
+                if p.grad is not None:
+                    p.grad.mul_(scale)
+        optimizer.step()
+        optimizer.zero_grad()
+        step.parameters = {name: p.detach().clone() for name, p in leaves.items()}
+        steps.append(step)
+    return steps
+
+
+def _norm(gradients: Mapping[str, Tensor | None]) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for gradient in gradients.values():
+        if gradient is not None:
+            total = total + (gradient * gradient).sum()
+    return total.sqrt()
+
+
+def _sharded_norm(gradients: Mapping[str, Tensor | None], program: Program, rank: int) -> Tensor:
+    """The norm with every parameter once: sums of squares are added over the axes that shard a parameter, as DTensor
+    adds them."""
+    totals: dict[tuple[str, ...], Tensor] = {}
+    for name, gradient in gradients.items():
+        if gradient is not None:
+            over = program.parameters[name].layout.dims
+            axes = tuple(a for a in program.mesh.names if any(a in dims for dims in over))
+            squares = (gradient * gradient).sum()
+            totals[axes] = totals[axes] + squares if axes in totals else squares
+    whole = torch.zeros((), dtype=torch.float64)
+    for axes, total in sorted(totals.items()):
+        if axes:
+            total = private.wait(private.start_all_reduce(total, "sum", ",".join(axes)))
+        whole = whole + total
+    return whole.sqrt()
+
+
+def data_ranks(mesh: MeshSpec) -> int:
+    return mesh.size(*(a for a in mesh.names if KINDS[mesh[a].kind].shards_batch))

@@ -1,0 +1,179 @@
+"""Where a difference begins: the first value of the emitted text that is not its part of the reference's value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ndcompile.codegen.segments import Segment, segments
+from ndcompile.placement import Layout
+from ndcompile.program import Program
+from ndcompile.rules.registry import describe, op_name, results
+from ndcompile.verify.arithmetic import Domain
+from ndcompile.verify.compare import BAR, Difference
+from ndcompile.verify.execute import cotangent_scales, emitted, input_dims, result_layouts
+from ndcompile.verify.lockstep import run_one, run_ranks
+from ndcompile.verify.places import first_wrong, part
+from ndcompile.verify.sample import Sample
+from ndcompile.verify.trace import Call, Value, traced
+
+
+@dataclass
+class Fault:
+    """The first value that is wrong, in order of the forward, or else of the backward."""
+
+    side: str
+    node: str
+    layout: str
+    rank: int
+    line: int
+    text: str
+    source: str | None
+
+    def __str__(self) -> str:
+        rows = [
+            f"{self.node}   on rank {self.rank}, {self.side}",
+            f"  line {self.line}   {self.text}" if self.line else f"  {self.text}",
+            f"  layout   {self.layout}",
+        ]
+        return "\n".join(rows + ([f"  source   {self.source}"] if self.source else []))
+
+
+def localise(program: Program, sample: Sample, domain: Domain, source: str | None = None) -> Fault | None:
+    """Run the first microbatch once more, looking at every value; none if all of them are right."""
+    text = source or str(program)
+    with sdpa_kernel(SDPBackend.MATH):
+        right = run_one(domain, lambda: _reference(program, sample, domain))
+        calls = run_ranks(program.mesh, domain, lambda rank: _traced(program, sample, text, rank))
+    rows = list(_rows(program, calls))
+    for node, layout, values in rows:
+        found = _wrong(program, right, domain, node, layout, values, text, forward=True)
+        if found is not None:
+            return found
+    for node, layout, values in reversed(rows):
+        found = _wrong(program, right, domain, node, layout, values, text, forward=False)
+        if found is not None:
+            return found
+    return None
+
+
+def begins_at(
+    program: Program, sample: Sample, domain: Domain, source: str | None, differences: Sequence[Difference]
+) -> str:
+    """In words: where the differences begin."""
+    fault = localise(program, sample, domain, source)
+    if fault is not None:
+        return str(fault)
+    name = next((d.what.partition("gradient of ")[2] for d in differences if "gradient of " in d.what), "")
+    if not name:
+        return "all values of the first microbatch are right, and so are their cotangents: what differs comes later"
+    lines = [
+        f"  line {n}   {line.strip()}"
+        for n, line in enumerate((source or str(program)).splitlines(), 1)
+        if 'weight("' in line and name.endswith(line.partition('weight("')[2].partition('"')[0].lstrip("/"))
+    ]
+    return "\n".join([f"'{name}': its uses get the right gradients, which are then not added right over ranks", *lines])
+
+
+def _reference(program: Program, sample: Sample, domain: Domain) -> dict[str, Value]:
+    """Every value of the reference graph by the name of its node, with its cotangent."""
+    leaves, seen, values = sample.leaves(lambda name, whole: whole), dict[str, Value](), dict[fx.Node, Any]()
+    given = dict(zip(sample.inputs, sample.batches[0], strict=True))
+    for node in program.reference.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = sample.placeholder(node, leaves, given)
+        elif node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+            values[node] = node.target(*args, **kwargs)
+        if isinstance(values.get(node), Tensor):
+            seen[node.name] = Value(0, node.name, values[node].detach().clone())
+            if values[node].requires_grad:
+                values[node].register_hook(seen[node.name].keep)
+    found = [values[v] if isinstance(v, fx.Node) else v for v in results(program.reference)]
+    cotangents, scales = sample.cotangents(found, 0, domain), cotangent_scales(program)
+    pairs = [(y, g * (1 / n)) for y, g, n in zip(found, cotangents, scales, strict=True) if g is not None]
+    if pairs:
+        torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+    return seen
+
+
+def _traced(program: Program, sample: Sample, text: str, rank: int) -> list[Call]:
+    mesh, manifest = program.mesh, program.manifest
+    leaves = sample.leaves(lambda name, whole: part(whole, manifest.parameters[name].dims, mesh, rank))
+    root = emitted(program, text, rank, leaves, sample)
+    mine = [part(x, d, mesh, rank) for x, d in zip(sample.batches[0], input_dims(program), strict=True)]
+    with traced(text) as calls:
+        found = root.forward(*mine, *([sample.key] if manifest.random else []))
+    pairs = [
+        (y, part(g, layout.dims, mesh, rank))
+        for y, g, layout in zip(found, sample.drawn[0], result_layouts(program), strict=True)
+        if g is not None and layout is not None and y.requires_grad
+    ]
+    if pairs:
+        torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+    return calls
+
+
+Row = tuple[fx.Node, Layout, list[Value]]
+
+
+def _rows(program: Program, calls: Sequence[Sequence[Call]]) -> Iterator[Row]:
+    """Each value of the text: its node in the parallel graph, its layout, and what the ranks hold."""
+    for number, segment in enumerate(segments(program.graph)):
+        here = [of_rank[number] for of_rank in calls]
+        for i, entry in enumerate(segment.entries):
+            yield entry.node, entry.node.meta["layout"], [call.weights[i] for call in here]
+        yield from _values(segment, here)
+
+
+def _values(segment: Segment, here: Sequence[Call]) -> Iterator[Row]:
+    tensors = [node for node in segment.nodes if isinstance(node.meta.get("layout"), Layout) and not _several(node)]
+    for node, values in zip(tensors, zip(*(call.values for call in here), strict=True), strict=True):
+        yield node, node.meta["layout"], list(values)
+
+
+def _several(node: fx.Node) -> bool:
+    """Whether a node gives a list of tensors."""
+    return any(op_name(user.target) == "_operator.getitem" for user in node.users if user.op == "call_function")
+
+
+def _wrong(
+    program: Program, right: dict[str, Value], domain: Domain, node: fx.Node, layout: Layout, values: list[Value],
+    text: str, forward: bool,
+) -> Fault | None:  # fmt: skip
+    whole = right.get(_origin(node).name)
+    if whole is None:
+        return None
+    if not forward:
+        if "move" in node.meta or "data_axes" in node.meta or whole.cotangent is None or not node.meta["grad"]:
+            return None
+        if any(v.cotangent is None for v in values):
+            return _fault(node, layout.dual, 0, values[0], text, "the gradient, which does not arrive")
+        tensors, target, layout = [v.cotangent for v in values], whole.cotangent, layout.dual
+    else:
+        tensors, target = [v.value for v in values], whole.value
+    if not target.is_floating_point():
+        tensors, target = [t.double() for t in tensors if t is not None], target.double()
+    rank = first_wrong(
+        [t for t in tensors if t is not None], target, layout, program.mesh, domain, BAR[domain.exact], 1e-30
+    )
+    return (
+        None if rank is None else _fault(node, layout, rank, values[rank], text, "forward" if forward else "backward")
+    )
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """The value that conversions bring: it is the reference's under the same name."""
+    while "move" in node.meta or "data_axes" in node.meta:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _fault(node: fx.Node, layout: Layout, rank: int, value: Value, text: str, side: str) -> Fault:
+    shown = text.splitlines()[value.line - 1].strip() if value.line else f"the weight w.{value.name}, as it comes in"
+    return Fault(side, describe(node), str(layout), rank, value.line, shown, node.meta.get("source"))

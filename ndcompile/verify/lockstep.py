@@ -1,0 +1,221 @@
+"""All ranks of a mesh in one process: each runs in a thread of its own, one at a time, and waits at its collectives.
+
+A collective is a function of the list of the ranks' tensors. Ranks that do not come to the same collective are an
+error that names both; a result that is used before it was waited for holds garbage.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from ndcompile.mesh import MeshSpec
+from ndcompile.runtime import Mesh, private
+from ndcompile.verify.arithmetic import Domain, base_name, namespace
+
+T = TypeVar("T")
+GARBAGE = 12345
+"""What a collective's result holds until it is waited for."""
+
+
+class RanksDisagree(RuntimeError):
+    """The ranks do not call the same collectives in the same order: on real ranks they would hang, or worse."""
+
+
+class _Abort(BaseException):
+    """Ends the thread of a rank whose run is over."""
+
+
+@dataclass
+class Request:
+    """A collective that a rank has come to."""
+
+    op: str
+    group: str
+    value: Tensor
+    options: tuple[Any, ...]
+    line: str
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        return self.op, self.group, tuple(self.value.shape), self.value.dtype, self.options
+
+    def __str__(self) -> str:
+        return f"{self.op}({self.group}) of {list(self.value.shape)}{self.line}"
+
+
+@dataclass
+class _Rank(Generic[T]):
+    number: int
+    go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    request: Request | None = None
+    answer: Tensor | None = None
+    result: T | None = None
+    error: BaseException | None = None
+    done: bool = False
+    flying: dict[int | None, Tensor] = field(default_factory=dict)
+
+
+def mesh_of(spec: MeshSpec, rank: int) -> Mesh:
+    """The mesh seen from a rank; a group is named by its axes."""
+    names = spec.names
+    subsets = [tuple(n for i, n in enumerate(names) if chosen >> i & 1) for chosen in range(1, 1 << len(names))]
+    return Mesh(spec, rank, {axes: ",".join(axes) for axes in subsets})
+
+
+def run_ranks(spec: MeshSpec, domain: Domain, function: Callable[[int], T]) -> list[T]:
+    """`function(rank)` on every rank of the mesh, in this arithmetic: what each returns, in rank order.
+
+    Raises what a rank raises, and `RanksDisagree`.
+    """
+    return _Lockstep(spec, domain, function).run()
+
+
+def run_one(domain: Domain, function: Callable[[], T]) -> T:
+    """`function()` on one device, in this arithmetic."""
+    with private.dispatched(domain.run):
+        return function()
+
+
+class _Lockstep(Generic[T]):
+    def __init__(self, spec: MeshSpec, domain: Domain, function: Callable[[int], T]) -> None:
+        self.spec, self.domain, self.function = spec, domain, function
+        self.ranks: list[_Rank[T]] = [_Rank(r) for r in range(spec.world_size)]
+        self.back = threading.Semaphore(0)
+        self.over = False
+        self.members: dict[tuple[str, int], list[int]] = {}
+
+    def run(self) -> list[T]:
+        threads = [threading.Thread(target=self._live, args=(rank,), daemon=True) for rank in self.ranks]
+        for thread in threads:
+            thread.start()
+        try:
+            self._schedule()
+        finally:
+            self.over = True
+            for rank, thread in zip(self.ranks, threads, strict=True):
+                rank.go.release()
+                thread.join()
+        return [rank.result for rank in self.ranks]  # type: ignore[misc]
+
+    # ---- the threads of the ranks -----------------------------------------------------------------------------------
+
+    def _live(self, rank: _Rank[T]) -> None:
+        rank.go.acquire()
+        try:
+            if not self.over:
+                with private.dispatched(lambda op, args, kwargs: self._op(rank, op, args, kwargs)):
+                    rank.result = self.function(rank.number)
+        except BaseException as error:  # whatever ends the rank is reported by the scheduler
+            rank.error = error
+        rank.done = True
+        self.back.release()
+
+    def _op(self, rank: _Rank[T], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if namespace(op) == "_c10d_functional":
+            return self._collective(rank, base_name(op), args)
+        return self.domain.run(op, args, kwargs)
+
+    def _collective(self, rank: _Rank[T], op: str, args: tuple[Any, ...]) -> Tensor:
+        if op == "wait_tensor":
+            return self._wait(rank, args[0])
+        value, *options, group = args
+        rank.request = Request(op, group, value, tuple(map(_plain, options)), _line())
+        self.back.release()
+        rank.go.acquire()
+        if self.over:
+            raise _Abort
+        assert rank.answer is not None, "the scheduler answers a request before it lets the rank go on"
+        started = torch.full_like(rank.answer, GARBAGE)
+        rank.flying[private.storage_id(started)] = rank.answer
+        return started
+
+    def _wait(self, rank: _Rank[T], started: Tensor) -> Tensor:
+        finished = rank.flying.pop(private.storage_id(started), None)
+        return started if finished is None else started.copy_(finished)
+
+    # ---- the scheduler ----------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        ready = deque(self.ranks)
+        while ready:
+            rank = ready.popleft()
+            rank.go.release()
+            self.back.acquire()
+            if rank.error is not None:
+                raise rank.error
+            if not rank.done:
+                ready.extend(self._meet(rank))
+        waiting = [rank for rank in self.ranks if not rank.done]
+        if waiting:
+            self._disagree(waiting[0])
+
+    def _meet(self, rank: _Rank[T]) -> list[_Rank[T]]:
+        """If all ranks of this one's group have come to a collective on it: do it, and let them go on."""
+        assert rank.request is not None, "a rank stops at a collective"
+        group = [self.ranks[r] for r in self._members(rank.request.group, rank.number)]
+        requests = [other.request for other in group if other.request and other.request.group == rank.request.group]
+        if len(requests) < len(group):
+            return []
+        if any(r.kind != requests[0].kind for r in requests):
+            self._disagree(rank)
+        answers = perform(self.domain, requests)
+        for other, answer in zip(group, answers, strict=True):
+            other.request, other.answer = None, answer
+        return group
+
+    def _members(self, group: str, rank: int) -> list[int]:
+        key = (group, rank)
+        if key not in self.members:
+            for members in self.spec.groups(*group.split(",")):
+                for member in members:
+                    self.members[group, member] = members
+        return self.members[key]
+
+    def _disagree(self, rank: _Rank[T]) -> None:
+        request = rank.request
+        assert request is not None
+        others = [self.ranks[r] for r in self._members(request.group, rank.number)]
+        odd = next((o for o in others if o.request is None or o.request.kind != request.kind), None)
+        if odd is None:
+            raise RanksDisagree(f"rank {rank.number} waits in {request}, which is never done")
+        there = "has ended" if odd.request is None else f"is in {odd.request}"
+        raise RanksDisagree(f"rank {rank.number} is in {request}, but rank {odd.number} {there}")
+
+
+def perform(domain: Domain, requests: Sequence[Request]) -> list[Tensor]:
+    """A collective: from what each rank gives to what each gets, in the group's order."""
+    first, values, ranks = requests[0], [r.value for r in requests], len(requests)
+    if first.op == "all_reduce":
+        whole = domain.reduce(first.options[0], values)
+        return [whole] * ranks
+    if first.op == "all_gather_into_tensor":
+        whole = torch.cat(values)
+        return [whole] * ranks
+    if first.op == "reduce_scatter_tensor":
+        return list(domain.reduce(first.options[0], values).chunk(ranks))
+    if first.op == "all_to_all_single":
+        sent = [value.split(list(r.options[1])) for value, r in zip(values, requests, strict=True)]
+        return [torch.cat([parts[i] for parts in sent]) for i in range(ranks)]
+    raise NotImplementedError(f"the collective {first.op}")
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _line() -> str:
+    """Where in the emitted text this is, if it is in a forward."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<ndcompile"):
+            return f" at line {frame.f_lineno} of the emitted text"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

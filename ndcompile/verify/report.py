@@ -1,0 +1,64 @@
+"""What was proved, what is equal over a prime field, what was tested, and what was not checked."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Claim:
+    """One kind of evidence, in words that are not mixed with another's: `held` is None where nothing can be said."""
+
+    kind: str
+    held: bool | None
+    evidence: list[str]
+    seconds: float
+
+
+@dataclass
+class Report:
+    """What `nd.verify` found; `print` shows it on one screen, `bool` says whether nothing differs."""
+
+    title: str
+    claims: list[Claim]
+    sizes: dict[str, int]
+    differences: list[str] = field(default_factory=list)
+    begins: str = ""
+    """The first value that is wrong, and the line of the emitted text that makes it."""
+    not_checked: list[str] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        """No claim failed, and at least one arithmetic compared the whole program."""
+        return all(c.held is not False for c in self.claims) and any(c.held for c in self.claims[1:])
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    @property
+    def seconds(self) -> float:
+        return sum(claim.seconds for claim in self.claims)
+
+    def __str__(self) -> str:
+        lines = [f"{self.title}: {'equal to one device' if self.equal else 'NOT equal to one device'}"]
+        for claim in self.claims:
+            state = {True: "", False: "FAILED: ", None: "not said: "}[claim.held]
+            lines += _row(claim.kind, [state + claim.evidence[0], *claim.evidence[1:]], f"{claim.seconds:.1f} s")
+        lines += _row("sizes", [", ".join(f"{k} = {v}" for k, v in self.sizes.items()) + "; others as in the program"])
+        if self.differences:
+            more = [f"and {len(self.differences) - 5} more"] if len(self.differences) > 5 else []
+            lines += _row("differences", [*self.differences[:5], *more])
+        if self.begins:
+            lines += _row("begins at", self.begins.splitlines())
+        lines += _row("not checked", self.not_checked)
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return asdict(self) | dict(equal=self.equal, seconds=self.seconds)
+
+
+def _row(label: str, texts: list[str], tail: str = "") -> list[str]:
+    first, *rest = texts or ["nothing"]
+    return [f"  {label:<15} {first}{'   ' + tail if tail else ''}", *(f"  {'':<15} {text}" for text in rest)]

@@ -1,0 +1,159 @@
+"""Random parameters, inputs and cotangents on which a program and its reference are compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ndcompile.errors import CompileError
+from ndcompile.program import Program
+from ndcompile.rules.registry import arguments, op_name
+from ndcompile.verify.arithmetic import Domain
+
+
+@dataclass
+class Sample:
+    """Whole tensors by name; `batches` are the global microbatches of a step, in the order of `inputs`."""
+
+    parameters: dict[str, Tensor]
+    trained: frozenset[str]
+    aliases: Mapping[str, str]
+    buffers: dict[str, Tensor]
+    inputs: list[str]
+    batches: list[list[Tensor]]
+    key: Tensor
+    steps: int = 2
+    drawn: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    """The cotangents of the results, by microbatch."""
+
+    def leaves(self, place: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
+        """Copies of the parameters, or of the parts of them that `place` gives, ready to take gradients."""
+        made = {name: place(name, whole).clone() for name, whole in self.parameters.items()}
+        return {name: x.requires_grad_(name in self.trained) for name, x in made.items()}
+
+    def placeholder(self, node: fx.Node, leaves: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> Tensor:
+        """What a placeholder of the reference graph stands for."""
+        role, name = node.meta["role"], node.meta.get("name", "")
+        if role == "parameter":
+            return leaves[self.aliases.get(name, name)]
+        if role in ("buffer", "constant"):
+            return self.buffers[name]
+        return self.key if role == "key" else given[name]
+
+    def cotangents(self, found: Sequence[Any], number: int, domain: Domain) -> list[Tensor | None]:
+        if number not in self.drawn:
+            self.drawn[number] = [
+                domain.draw(y.shape) if isinstance(y, Tensor) and y.requires_grad else None for y in found
+            ]
+        return self.drawn[number]
+
+
+def draw(
+    program: Program, domain: Domain, model: nn.Module | None = None, microbatches: int = 1, steps: int = 2
+) -> Sample:
+    """A sample at the smallest sizes that the program takes. Integer buffers are the model's own, so it must be given
+    where there are some."""
+    manifest = program.manifest
+    placeholders = {n.meta["name"]: n for n in program.reference.graph.find_nodes(op="placeholder") if "name" in n.meta}
+    sizes = symbol_sizes(program)
+    buffers = {name: _buffer(name, node, domain, model) for name, node in placeholders.items()
+               if node.meta["role"] in ("buffer", "constant")}  # fmt: skip
+    ranges = {name: number_range(program.reference, placeholders[name]) for name in manifest.inputs}
+    batches = [
+        [_input(placeholders[name], sizes, ranges[name], domain) for name in manifest.inputs]
+        for _ in range(microbatches)
+    ]
+    return Sample(
+        {name: domain.draw(plan.shape) for name, plan in manifest.parameters.items()},
+        frozenset(name for name, plan in manifest.parameters.items() if plan.requires_grad),
+        manifest.aliases, buffers, list(manifest.inputs), batches,
+        torch.tensor(int(torch.randint(1 << 62, (), generator=domain.generator))), steps,
+    )  # fmt: skip
+
+
+def symbol_sizes(program: Program) -> dict[str, int]:
+    """A size for each symbol: two samples for each data rank, and a sequence that all axes divide."""
+    from ndcompile.verify.execute import data_ranks
+
+    found = {"b": 2 * data_ranks(program.mesh)}
+    symbols = {d for plan in program.manifest.input_plans for d in plan.dims if isinstance(d, str)} - {"b"}
+    for number, symbol in enumerate(sorted(symbols)):
+        unit = math.lcm(*program.manifest.multiples.get(symbol, {}).values(), 1)
+        if program.manifest.multiples.get(symbol):
+            unit = math.prod(program.manifest.multiples[symbol].values())
+        found[symbol] = unit * max(1, -(-(6 + number) // unit))
+    return found
+
+
+def _input(node: fx.Node, sizes: Mapping[str, int], limit: tuple[int, int | None], domain: Domain) -> Tensor:
+    shape = [int(d) if isinstance(d, int) else _value(d, sizes) for d in node.meta["sizes"]]
+    dtype, generator = node.meta["dtype"], domain.generator
+    if dtype.is_floating_point:
+        return domain.draw(shape)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    high, ignored = limit
+    ids = torch.randint(0, high, shape, generator=generator, dtype=dtype)
+    if ignored is not None:
+        for i in range(shape[0]):  # unequally many in each sample
+            ids[i].view(-1)[: i % max(1, ids[i].numel())] = ignored
+    return ids
+
+
+def _value(size: Any, sizes: Mapping[str, int]) -> int:
+    return int(size.subs({symbol: sizes[str(symbol)] for symbol in size.free_symbols}))
+
+
+def _buffer(name: str, node: fx.Node, domain: Domain, model: nn.Module | None) -> Tensor:
+    held = dict(model.named_buffers()) if model is not None else {}
+    value = node.meta.get("value", held.get(name))
+    if node.meta["role"] == "constant" and isinstance(value, Tensor):
+        return domain.encode(value)
+    if node.meta["dtype"].is_floating_point:
+        return domain.draw([int(d) for d in node.meta["sizes"]], positive=True)
+    if not isinstance(value, Tensor) or value.is_meta:
+        raise CompileError(
+            f"verify needs the values of buffer '{name}'",
+            why="it holds whole numbers, which stand for positions or choices, so that random ones would not do",
+            tries="nd.verify(program, model) with a model that is not on the meta device",
+        )
+    return value
+
+
+def number_range(graph: fx.GraphModule, node: fx.Node) -> tuple[int, int | None]:
+    """Below which number an integer input must be, and the number that means "ignore", from what uses it.
+
+    A use as ids of a table bounds it by the table's rows, one as targets by the classes; otherwise it is 0 or 1.
+    """
+    bounds: list[int] = []
+    ignored: int | None = None
+    seen, front = {node}, [node]
+    while front:
+        value = front.pop()
+        for user in value.users:
+            name = op_name(user.target) if user.op == "call_function" else ""
+            if name == "aten.embedding.default" and arguments(user)["indices"] is value:
+                bounds.append(int(arguments(user)["weight"].meta["sizes"][0]))
+            elif name == "runtime.cross_entropy" and arguments(user)["target"] is value:
+                bounds.append(int(arguments(user)["logits"].meta["sizes"][1]))
+                ignored = arguments(user)["ignore_index"]
+            elif user not in seen and "dtype" in user.meta and name.split(".")[-2:-1] and _keeps(name):
+                seen.add(user)
+                front.append(user)
+    return min(bounds, default=2), ignored
+
+
+def _keeps(name: str) -> bool:
+    """Whether an op hands numbers on as they are."""
+    return (
+        name.split(".")[1]
+        in (
+            "view reshape flatten unsqueeze squeeze alias slice to expand transpose contiguous clone cat pad "
+            "constant_pad_nd select permute _to_copy detach"
+        ).split()
+    )
