@@ -7,6 +7,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import torch
@@ -197,22 +198,17 @@ class Field(Domain):
     # ---- ops -----------------------------------------------------------------------------------------------------
 
     def run(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from ndcompile.verify.field import CONSTANTS, FUNCTIONS, MOVES, OPS
-
-        name = base_name(op)
-        args, kwargs = tuple(widened(a) for a in args), {k: widened(v) for k, v in kwargs.items()}
-        of_field = any(isinstance(x, Tensor) and x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)))
-        if not of_field or name in CONSTANTS:
-            result = op(*args, **kwargs)
-            return pytree.tree_map_only(Tensor, self.encode, result)
-        if name in MOVES:
+        name, kind, meaning = meaning_of(op)
+        if kind == "moves":
             return op(*args, **kwargs)
-        if name in OPS:
-            self.degree += name not in FUNCTIONS
-            return OPS[name](self, *args, **kwargs)
-        if name.endswith("_") and name[:-1] in OPS:
-            return args[0].copy_(OPS[name[:-1]](self, *args, **kwargs))
-        raise NotInDomain(f"{op.name()} has no meaning in the prime field")
+        if kind == "constant" or not any(_is_element(a) for a in args):
+            args, kwargs = tuple(widened(a) for a in args), {k: widened(v) for k, v in kwargs.items()}
+            return pytree.tree_map_only(Tensor, self.encode, op(*args, **kwargs))
+        if kind == "unknown":
+            raise NotInDomain(f"{name} has no meaning in the prime field")
+        self.degree += kind != "function"
+        result = meaning(self, *args, **kwargs)
+        return args[0].copy_(result) if kind == "in place" else result
 
     def reduce(self, op: str, values: Sequence[Tensor]) -> Tensor:
         stacked = torch.stack(list(values))
@@ -224,6 +220,29 @@ class Field(Domain):
 
     def distance(self, a: Tensor, b: Tensor, least: float) -> float:
         return 0.0 if torch.equal(a, b) else math.inf
+
+
+@cache
+def meaning_of(op: Op) -> tuple[str, str, Any]:
+    """An op's name, of which kind it is in the field, and what does it there."""
+    from ndcompile.verify.field import CONSTANTS, FUNCTIONS, MOVES, OPS
+
+    name = base_name(op)
+    if name in MOVES:
+        return name, "moves", None
+    if name in CONSTANTS:
+        return name, "constant", None
+    if name in OPS:
+        return name, "function" if name in FUNCTIONS else "op", OPS[name]
+    if name.endswith("_") and name[:-1] in OPS:
+        return name, "in place", OPS[name[:-1]]
+    return op.name(), "unknown", None
+
+
+def _is_element(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.is_floating_point()
+    return isinstance(x, (list, tuple)) and any(_is_element(each) for each in x)
 
 
 def scrambled(*of: Any) -> int:

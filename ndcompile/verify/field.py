@@ -230,18 +230,24 @@ def _pad(d: Field, x: Tensor, pad: Sequence[int], value: Any = 0) -> Tensor:
 
 def _cast(d: Field, x: Tensor, **kwargs: Any) -> Tensor:
     dtype = kwargs.get("dtype")
-    if dtype is not None and not dtype.is_floating_point:
-        if dtype == torch.bool:
-            return x != 0
-        raise NotInDomain(f"a cast of a computed number to {dtype} has no meaning in the prime field")
-    return x.clone()
+    if dtype is None or dtype.is_floating_point:
+        return x.clone()
+    return x != 0 if dtype == torch.bool else _whole(x, f"a cast to {dtype}").to(dtype)
+
+
+def _whole(x: Tensor, what: str) -> Tensor:
+    """Counts, and other whole numbers as long as they are small, are themselves in the field; nothing else is."""
+    if not bool((x < 1000).all()):
+        raise NotInDomain(f"{what} of computed numbers has no meaning in the prime field")
+    return x
 
 
 def _item(d: Field, x: Tensor) -> float:
-    """A number that Python asks for: a counter is itself, a computed element has no value to give."""
-    if not float(x) < 1000:
-        raise NotInDomain("a computed number that Python looks at has no meaning in the prime field")
-    return float(x)
+    return float(_whole(x, "a look of Python at one"))
+
+
+def _histc(d: Field, x: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Tensor:
+    return torch.histc(_whole(x, "a histogram"), bins, min, max)
 
 
 def _compare(by: Callable[[Tensor, Tensor], Tensor], ordered: bool = True) -> Callable[..., Tensor]:
@@ -403,9 +409,9 @@ OPS: dict[str, Callable[..., Any]] = {
     "_fused_rms_norm": _rms_norm, "_fused_rms_norm_backward": _rms_norm_backward,
     "embedding_dense_backward": _embedding_backward,
     "scatter_add": _scattered("scatter_add"), "index_add": _scattered("index_add"), "scatter": _scattered("scatter"),
-    "index_put": _index_put, "_index_put_impl_": _index_put,
+    "index_put": _index_put,
     "masked_fill": _masked_fill, "where": _where, "constant_pad_nd": _pad, "_to_copy": _cast,
-    "_local_scalar_dense": _item,
+    "_local_scalar_dense": _item, "histc": _histc,
     "eq": _compare(torch.eq, False), "ne": _compare(torch.ne, False),
     "gt": _compare(torch.gt), "lt": _compare(torch.lt), "ge": _compare(torch.ge), "le": _compare(torch.le),
     "amax": _extreme("max"), "amin": _extreme("min"), "max": _extreme_with_index("max"),
