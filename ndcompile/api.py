@@ -83,26 +83,23 @@ def _program(
     example = Inputs.of(planning.examples(model) if example_inputs is None else example_inputs)
     folder = None if dump is None else Path(dump)
     begin = time.perf_counter()
-    autocast = planning.ambient_autocast(model)
+    autocast, names = planning.ambient_autocast(model), pinned_names(model, pins)
     captured = capture(
         model, example, compute=asked.precision.compute, float64=asked.float64, dynamic_dims=asked.dynamic_dims,
-        autocast=autocast,
+        autocast=autocast, pinned=names,
     )  # fmt: skip
     times = {"capture": time.perf_counter() - begin}
     lists = frozenset(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     title = type(model).__name__
-    names = pinned_names(model, pins)
     job = pipeline.Job(
         captured.graph, spec, asked.precision, pins, names, lists, _names(model), title, asked.local_outputs,
         not of_other_mode, times=times,
     )  # fmt: skip
     pipeline.run(job, folder)
-    assert job.reference and job.local and job.emitted, "the pipeline has run all its steps"
+    assert job.reference and job.emitted, "the pipeline has run all its steps"
     parameters = planning.parameters(model, job.graph, job.mesh)
     manifest = planning.manifest(model, captured, job, parameters, autocast)
-    return Program(
-        job.emitted.source, manifest, job.mesh, job.graph, job.local, job.reference, parameters, job.problems, times
-    )
+    return Program(job.emitted.source, manifest, job.mesh, job.graph, job.reference, parameters, job.problems, times)
 
 
 def parallelize(

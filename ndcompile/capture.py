@@ -16,7 +16,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from ndcompile.autocast import Autocast, casts
+from ndcompile.borders import Borders, blocks_of
 from ndcompile.errors import CompileError
+from ndcompile.fold import NotFollowed, fold
 from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
 from ndcompile.regions import inline_regions
 from ndcompile.twin import WhereInputsAre, cast_parameters, name_keywords, on_meta, refuse_hooks
@@ -45,8 +47,12 @@ def capture(
     float64: bool = False,
     dynamic_dims: DynamicDims | None = None,
     autocast: Autocast | None = None,
+    pinned: Mapping[str, str] | None = None,
 ) -> Captured:
     """Trace the model in its present mode on meta tensors; the model is left as it is.
+
+    Equal blocks are traced once, and a run of them is in the graph as its first two rounds (`fold`); `pinned` names,
+    with the pin's text, tell blocks apart.
 
     Placeholders carry `role` (parameter, buffer, constant, input) and `name`; every node carries `sizes` (sympy, in `b`
     and `s`), `dtype`, `module`, `source`. `compute` casts parameters before tracing; `float64` makes every floating
@@ -59,11 +65,13 @@ def capture(
     named = example.named(model)
     symbols = name_dims(named, dynamic_dims)
     traced = dict(traced_inputs(named, symbols, torch.float64 if float64 else None))
-    exported = _export(twin, example, named, symbols, traced)
+    given = _Given(example, named, symbols, traced)
+    try:
+        exported, names = _traced(model, twin, constants, autocast, pinned or {}, given, once=True)
+    except NotFollowed:
+        exported, names = _traced(model, twin, constants, autocast, pinned or {}, given, once=False)
     graph = exported.graph_module
-    names = _label_placeholders(exported, model, list(named), constants)
     _refuse_sizes_from_values(graph)
-    inline_regions(graph, autocast)
     if float64:
         widen_casts(graph)
     _propagate_dtypes(graph, traced)
@@ -76,26 +84,50 @@ def capture(
     return Captured(graph, names, plain, spec, model.training)
 
 
-def _export(
+@dataclass(frozen=True)
+class _Given:
+    """The example, its leaves by name, the symbols of their dims, and the leaves that are traced in their place."""
+
+    example: Inputs
+    named: Mapping[str, Any]
+    symbols: Mapping[str, Mapping[int, str]]
+    traced: Mapping[str, Any]
+
+
+def _traced(
     model: nn.Module,
-    example: Inputs,
-    named: Mapping[str, Any],
-    symbols: Mapping[str, Mapping[int, str]],
-    traced: Mapping[str, Any],
-) -> torch.export.ExportedProgram:
+    twin: nn.Module,
+    constants: Mapping[int, Tensor],
+    autocast: Autocast | None,
+    pinned: Mapping[str, str],
+    given: _Given,
+    once: bool,
+) -> tuple[torch.export.ExportedProgram, tuple[str, ...]]:
+    """The graph with labelled placeholders, in which runs of equal blocks are folded; and the tensor inputs' names."""
+    exported = _export(twin, given, Borders(twin, blocks_of(twin), once))
+    graph = exported.graph_module
+    names = _label_placeholders(exported, model, list(given.named), constants)
+    inline_regions(graph, autocast)
+    plain = all(node.meta["autocast"] is None for node in graph.graph.nodes)  # casts may differ between rounds
+    fold(graph, model, pinned, drop=plain)
+    return exported, names
+
+
+def _export(model: nn.Module, given: _Given, borders: Borders) -> torch.export.ExportedProgram:
     """Every tensor in the place where the call has it, by the parameter of `forward` that takes it."""
-    name_keywords(model, example.kwargs)
-    bound = inspect.signature(model.forward).bind(*example.args, **example.kwargs)
+    name_keywords(model, given.example.kwargs)
+    bound = inspect.signature(model.forward).bind(*given.example.args, **given.example.kwargs)
     leaves, spec = pytree.tree_flatten(dict(bound.arguments), is_leaf=lambda v: v is None)
-    assert len(leaves) == len(named), "each leaf has a name"
+    assert len(leaves) == len(given.named), "each leaf has a name"
     dims = [
-        dict.fromkeys(symbols[name], torch.export.Dim.AUTO) if isinstance(value, Tensor) else None
-        for name, value in named.items()
+        dict.fromkeys(given.symbols[name], torch.export.Dim.AUTO) if isinstance(value, Tensor) else None
+        for name, value in given.named.items()
     ]
     shapes = pytree.tree_unflatten(dims, spec)
-    bound.arguments.update(pytree.tree_unflatten(list(traced.values()), spec))
+    bound.arguments.update(pytree.tree_unflatten(list(given.traced.values()), spec))
     try:
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), WhereInputsAre():
+        plain = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
+        with plain[0], plain[1], WhereInputsAre(), borders.marked():
             return torch.export.export(model, bound.args, bound.kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # whatever stops the tracer is an error of the model's, told as one
         raise _not_captured(model, error) from error

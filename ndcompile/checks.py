@@ -79,6 +79,21 @@ def parameters_lie_where_they_are_used(graph: fx.GraphModule, mesh: MeshSpec) ->
                 )
 
 
+def rounds_are_equal(graph: fx.GraphModule, mesh: MeshSpec) -> None:
+    """Both rounds of a run that stand for all of it do the same: their segments are of the same kinds."""
+    rounds: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}
+    for node in _ops(graph):
+        place = node.meta.get("place")
+        if place is not None and place.run is not None:
+            rounds.setdefault(place.run, ({}, {}))[place.round][place.position] = (node.meta.get("kind"), node)
+    for first, second in rounds.values():
+        for position in {*first, *second}:
+            (kind, node), (other, _) = (r.get(position, (None, None)) for r in (first, second))
+            if kind != other:
+                what = "two rounds of a run of blocks do not do the same"
+                raise _broken(what, node or second[position][1], "the second stands for all later ones")
+
+
 def no_implicit_communication(graph: fx.GraphModule, mesh: MeshSpec) -> None:
     """Every operand has the layout that its op was given a row for; every result the contract's."""
     for node in [*_ops(graph), graph.graph.output_node()]:

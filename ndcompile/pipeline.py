@@ -15,6 +15,7 @@ from torch import fx
 from ndcompile import checks
 from ndcompile.choose import Problem
 from ndcompile.codegen.emit import Emitted, Names, emit
+from ndcompile.fold import unfold
 from ndcompile.mesh import MeshSpec
 from ndcompile.passes.drop_noops import drop_noops
 from ndcompile.passes.follow_device import follow_device
@@ -51,7 +52,6 @@ class Job:
     all_pins_match: bool = True
     reference: fx.GraphModule | None = None
     emitted: Emitted | None = None
-    local: fx.GraphModule | None = None
     problems: dict[str, Problem] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
 
@@ -82,10 +82,6 @@ def _keep_reference(job: Job) -> None:
     job.reference = copied(job.graph)
 
 
-def _localize(job: Job) -> None:
-    job.local = localize_sizes(copied(job.graph), job.mesh)
-
-
 def copied(graph: fx.GraphModule) -> fx.GraphModule:
     """A graph of its own with the same nodes and what is known of them."""
     new, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -102,7 +98,7 @@ PIPELINE: tuple[Step, ...] = (
     Step("recognise_experts", lambda job: recognise_experts(job.graph)),
     Step("lower_losses", lambda job: lower_losses(job.graph)),
     Step("follow_device", lambda job: follow_device(job.graph), (checks.no_fixed_device,)),
-    Step("mark_blocks", lambda job: mark_blocks(job.graph, job.lists, job.pinned_names)),
+    Step("mark_blocks", lambda job: mark_blocks(job.graph, job.lists, job.pinned_names), (checks.rounds_are_equal,)),
     Step("replace_dropout", lambda job: replace_dropout(job.graph), (checks.no_hidden_randomness,)),
     Step("keep_reference", _keep_reference),
     Step("measure_values", lambda job: measure_values(job.graph, job.mesh)),
@@ -121,15 +117,17 @@ PIPELINE: tuple[Step, ...] = (
         ),
     ),
     Step("codegen", _emit),
-    Step("localize_sizes", _localize),
 )
 
 
 def run(job: Job, dump: Path | None = None) -> Job:
-    """Run every step; raise where a check does not hold; write each step's output to `dump` as Python."""
+    """Run every step; raise where a check does not hold; write each step's output to `dump` as Python.
+
+    The graphs that are written are whole, and the last one, by `localize_sizes`, is what a rank runs.
+    """
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
-        (dump / "00_capture.py").write_text(graph_text("capture", job.times.get("capture", 0.0), job.graph, job.mesh))
+        _write_graph(dump / "00_capture.py", "capture", job.times.get("capture", 0.0), unfold(job.graph), job.mesh)
     for number, step in enumerate(PIPELINE, 1):
         begin = time.perf_counter()
         step.run(job)
@@ -140,6 +138,11 @@ def run(job: Job, dump: Path | None = None) -> Job:
         job.times["checks"] = job.times.get("checks", 0.0) + time.perf_counter() - begin
         if dump is not None:
             _dump(dump / f"{number:02}_{step.name}.py", step, job)
+    if dump is not None:
+        begin = time.perf_counter()
+        local = localize_sizes(unfold(job.graph), job.mesh)
+        path = dump / f"{len(PIPELINE) + 1:02}_localize_sizes.py"
+        _write_graph(path, "localize_sizes", time.perf_counter() - begin, local, job.mesh)
     return job
 
 
@@ -148,7 +151,11 @@ def _dump(path: Path, step: Step, job: Job) -> None:
     if step.run is _emit and job.emitted is not None:
         path.write_text(f"# {step.name}, which took {seconds * 1e3:.1f} ms\n{job.emitted.source}")
     else:
-        path.write_text(graph_text(step.name, seconds, job.local or job.graph, job.mesh))
+        _write_graph(path, step.name, seconds, unfold(job.graph), job.mesh)
+
+
+def _write_graph(path: Path, name: str, seconds: float, graph: fx.GraphModule, mesh: MeshSpec) -> None:
+    path.write_text(graph_text(name, seconds, graph, mesh))
 
 
 def graph_text(name: str, seconds: float, graph: fx.GraphModule, mesh: MeshSpec) -> str:

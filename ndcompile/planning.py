@@ -60,9 +60,10 @@ def skeleton(model: nn.Module) -> nn.Module:
 def parameters(model: nn.Module, graph: fx.GraphModule, mesh: MeshSpec) -> dict[str, Parameter]:
     """Every parameter of the model with its layout; one that the graph does not use is kept whole."""
     stored = {
-        n.meta["name"]: n.meta["stored"]
+        name: n.meta["stored"]
         for n in graph.graph.find_nodes(op="placeholder")
         if n.meta["role"] == "parameter"
+        for name in n.meta.get("stands_for", (n.meta["name"],))
     }
     whole = dict.fromkeys(mesh.names, I)
     return {

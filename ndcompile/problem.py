@@ -13,6 +13,7 @@ from torch import fx
 from ndcompile.axes import KINDS, AxisKind
 from ndcompile.choose import Edge, Problem
 from ndcompile.cost import BUS, NOMINAL, conversion_bytes, conversion_time, op_time
+from ndcompile.fold import repeat_of
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import I, Placement, R, S
 from ndcompile.rules.notation import Signature
@@ -73,7 +74,7 @@ def key_of(node: fx.Node) -> Any:
 
 def _add(problem: Problem, node: fx.Node, options: list[Row], costs: list[float]) -> None:
     key = key_of(node)
-    problem.weights[key] += 1
+    problem.weights[key] += repeat_of(node)
     problem.rows.setdefault(key, options)
     problem.costs.setdefault(key, costs)
 
@@ -149,7 +150,7 @@ def _add_edges(state: State, problem: Problem, kind: AxisKind, ranks: int) -> No
             edge = Edge(key_of(value), key_of(node), number, (node.meta.get("kind"), before))
             cost = _unchanged if node.target is getitem else _EdgeCost.of(state, value, kind, ranks, before)
             problem.edges.setdefault(edge, cost)
-            stand[edge.producer, edge.place][value, node.meta.get("segment")] = 1
+            stand[edge.producer, edge.place][value, node.meta.get("segment")] = repeat_of(node)
     problem.times = {place: sum(found.values()) for place, found in stand.items()}
 
 

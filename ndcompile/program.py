@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from ndcompile.checks import Duty, duties
 from ndcompile.choose import Problem
 from ndcompile.errors import CompileError
 from ndcompile.explain import explain
+from ndcompile.fold import unfold
 from ndcompile.listing import Collective, collectives
 from ndcompile.mesh import MeshSpec
+from ndcompile.passes.localize_sizes import localize_sizes
 from ndcompile.placement import Layout
 from ndcompile.reference import Reference
 from ndcompile.runtime.manifest import Manifest, ParameterPlan
@@ -52,16 +55,14 @@ class Parameter:
 class Program:
     """A compiled model, bound to no process: `str(program)` is the emitted source.
 
-    `graph` is the parallel graph that was checked, `local_graph` the same with one rank's sizes, `reference` the
-    one-device graph that it came from (all `torch.fx.GraphModule`).
+    `folded` is the parallel graph that was checked, in which two rounds of a run of equal blocks stand for all.
     """
 
     source: str
     manifest: Manifest
     mesh: MeshSpec
-    graph: fx.GraphModule
-    local_graph: fx.GraphModule
-    reference: fx.GraphModule
+    folded: fx.GraphModule
+    folded_reference: fx.GraphModule
     parameters: dict[str, Parameter]
     problems: Mapping[str, Problem] = field(repr=False)
     times: dict[str, float] = field(default_factory=dict)
@@ -69,6 +70,21 @@ class Program:
 
     def __str__(self) -> str:
         return self.source
+
+    @cached_property
+    def graph(self) -> fx.GraphModule:
+        """The parallel graph, whole, with global sizes."""
+        return unfold(self.folded)
+
+    @cached_property
+    def local_graph(self) -> fx.GraphModule:
+        """The parallel graph with one rank's sizes: it runs on a rank."""
+        return localize_sizes(unfold(self.folded), self.mesh)
+
+    @cached_property
+    def reference(self) -> fx.GraphModule:
+        """The one-device graph that the parallel one came from."""
+        return unfold(self.folded_reference)
 
     @property
     def layouts(self) -> dict[str, Layout]:

@@ -10,6 +10,7 @@ from torch import fx
 
 from ndcompile import runtime
 from ndcompile.axes import KINDS
+from ndcompile.fold import in_run
 from ndcompile.mesh import MeshAxis, MeshSpec
 from ndcompile.placement import I, Layout, Placement, R
 from ndcompile.precision import Precision
@@ -95,10 +96,13 @@ class _Inserter:
 def _segment(value: fx.Node, before: fx.Node) -> dict[str, Any]:
     """Where a conversion stands: with its user; before a block's port, on the root's side of the border."""
     if not before.meta.get("port"):
-        return {k: before.meta.get(k) for k in ("segment", "block", "kind")}
-    if value.meta.get("block") == "":
-        return {k: value.meta.get(k) for k in ("segment", "block", "kind")}
-    return dict(segment=before.meta["segment"] - 0.5, block="", kind=None)
+        return {k: before.meta.get(k) for k in PLACE}
+    if value.meta.get("block") == "" and not in_run(value):
+        return {k: value.meta.get(k) for k in PLACE}
+    return dict(segment=before.meta["segment"] - 0.5, block="", kind=None, place=before.meta.get("place"))
+
+
+PLACE = ("segment", "block", "kind", "place")
 
 
 def _chain_of(last: fx.Node, start: fx.Node) -> list[fx.Node]:
@@ -142,7 +146,7 @@ def _meta(
     value: fx.Node, before: fx.Node, move: Move, layout: Layout, bucket: bool, precision: Precision
 ) -> dict[str, Any]:
     meta = {k: value.meta[k] for k in KEPT}
-    meta |= {k: before.meta.get(k) for k in ("segment", "block", "kind")}
+    meta |= {k: before.meta.get(k) for k in PLACE}
     meta |= {k: before.meta.get(k) or value.meta.get(k) for k in ("module", "source")}
     dtype: torch.dtype = value.meta["dtype"]
     reduced = (precision.reduce or dtype) if bucket else dtype

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
+
+from ndcompile.fold import Place, frozen
 
 
 def mark_blocks(
@@ -16,22 +18,40 @@ def mark_blocks(
 
     `lists` are the paths of the model's `ModuleList`s. Segments whose text is equal up to names share a kind; nodes at
     the same place of equal segments share `alias`, and so every choice that is made for one of them; `pinned` names
-    that the user pins (with the pin's text) tell blocks apart too.
+    that the user pins (with the pin's text) tell blocks apart too. A run's second round is numbered for all rounds that
+    it stands for.
     """
     segments = _segments(graph, lists)
     kinds: dict[Any, int] = {}
-    for number, (block, nodes) in enumerate(segments):
+    for number, block, place, nodes in _numbered(segments):
         pins = sorted((name[len(block) :], pin) for name, pin in (pinned or {}).items() if _inside(name, block))
-        text = (_text(block, nodes), tuple(pins)) if block else ("root", number)
+        repeats = bool(block) or (place is not None and place.run is not None)
+        text = (bool(block), _text(block, nodes), tuple(pins)) if repeats else ("root", number)
         kind = kinds.setdefault(text, len(kinds))
-        for place, node in enumerate(nodes):
-            node.meta |= dict(block=block, segment=number, kind=kind, alias=(kind, place))
-        if block:
+        for at, node in enumerate(nodes):
+            node.meta |= dict(block=block, segment=number, kind=kind, alias=(kind, at))
+            if repeats and place is not None:
+                node.meta["at"] = (place.position, "op", at)
+        if repeats:
             _add_ports(graph, nodes)
     for node in graph.graph.find_nodes(op="placeholder"):
         node.meta["alias"] = _owner(node, lists) or node.name
     graph.recompile()
     return graph
+
+
+def _numbered(
+    segments: list[tuple[str, Place | None, list[fx.Node]]],
+) -> Iterator[tuple[int, str, Place | None, list[fx.Node]]]:
+    number, skip = 0, 0
+    for i, (block, place, nodes) in enumerate(segments):
+        yield number, block, place, nodes
+        number += 1
+        after = segments[i + 1][1] if i + 1 < len(segments) else None
+        if place is not None and place.run is not None and place.round == 1:
+            skip += place.repeat - 1
+            if after is None or after.run != place.run:
+                number, skip = number + skip, 0
 
 
 def is_port(node: fx.Node) -> bool:
@@ -47,7 +67,7 @@ def _add_ports(graph: fx.GraphModule, nodes: list[fx.Node]) -> None:
         with graph.graph.inserting_before(first):
             port = graph.graph.call_function(torch.ops.aten.alias.default, (value,))
         port.meta = {k: value.meta[k] for k in ("sizes", "dtype")} | dict(module=first.meta["block"], source=None)
-        port.meta |= {k: first.meta[k] for k in ("block", "segment", "kind")} | dict(port=True)
+        port.meta |= {k: first.meta.get(k) for k in ("block", "segment", "kind", "place")} | dict(port=True)
         port.meta["alias"] = (first.meta["kind"], "port", number)
         for node in nodes:
             node.replace_input_with(value, port)
@@ -70,15 +90,16 @@ def _block_of(path: str, lists: frozenset[str]) -> str:
     return ""
 
 
-def _segments(graph: fx.GraphModule, lists: frozenset[str]) -> list[tuple[str, list[fx.Node]]]:
-    found: list[tuple[str, list[fx.Node]]] = []
+def _segments(graph: fx.GraphModule, lists: frozenset[str]) -> list[tuple[str, Place | None, list[fx.Node]]]:
+    found: list[tuple[str, Place | None, list[fx.Node]]] = []
     for node in graph.graph.nodes:
         if node.op != "call_function" or "sizes" not in node.meta:
             continue
-        block = _block_of(node.meta["module"], lists)
-        if not found or found[-1][0] != block:
-            found.append((block, []))
-        found[-1][1].append(node)
+        place = node.meta.get("place")
+        block = _block_of(node.meta["module"], lists) if place is None else place.block
+        if not found or found[-1][:2] != (block, place):
+            found.append((block, place, []))
+        found[-1][2].append(node)
     return found
 
 
@@ -97,19 +118,9 @@ def _text(block: str, nodes: list[fx.Node]) -> Any:
         return ("input", outside.setdefault(node, len(outside)), node.meta.get("sizes"), node.meta.get("dtype"))
 
     return tuple(
-        (str(node.target), _frozen(node.args, name), _frozen(node.kwargs, name), node.meta["sizes"], node.meta["dtype"])
+        (str(node.target), frozen(node.args, name), frozen(node.kwargs, name), node.meta["sizes"], node.meta["dtype"])
         for node in nodes
     )
-
-
-def _frozen(value: Any, name: Callable[[fx.Node], Any]) -> Any:
-    if isinstance(value, fx.Node):
-        return name(value)
-    if isinstance(value, dict):
-        return tuple((k, _frozen(v, name)) for k, v in value.items())
-    if isinstance(value, (list, tuple)):
-        return tuple(_frozen(v, name) for v in value)
-    return value if isinstance(value, (int, float, bool, str, type(None))) else str(value)
 
 
 def _owner(node: fx.Node, lists: frozenset[str]) -> Any:

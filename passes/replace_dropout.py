@@ -34,7 +34,7 @@ def replace_dropout(graph: fx.GraphModule) -> fx.GraphModule:
         if segment not in folded:
             with graph.graph.inserting_before(_start(graph, segment)):
                 fold = folded[segment] = graph.graph.call_function(runtime.fold, (key, segment))
-            fold.meta = key.meta | dict(role="fold", alias=("fold", node.meta["kind"]))
+            fold.meta = key.meta | dict(role="fold", alias=("fold", node.meta["kind"]), place=node.meta.get("place"))
         site = counts[segment] = counts.get(segment, -1) + 1
         _replace(graph, node, folded[segment], site)
     graph.recompile()

@@ -228,7 +228,7 @@ def test_a_pin_on_one_block_gives_it_a_class_of_its_own() -> None:
 
 def test_dump_writes_each_steps_graph_as_python_headed_by_its_name_and_time(tmp_path: Path) -> None:
     nd.compile(Stack(), "tp=2", tokens(), dump=str(tmp_path / "new" / "folder"))
-    steps = ["capture", *(step.name for step in PIPELINE)]
+    steps = ["capture", *(step.name for step in PIPELINE), "localize_sizes"]
     written = sorted((tmp_path / "new" / "folder").iterdir())
     assert [path.name for path in written] == [f"{number:02}_{name}.py" for number, name in enumerate(steps)]
     for path, name in zip(written, steps, strict=True):

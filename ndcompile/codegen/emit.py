@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from ndcompile.codegen.ops import KEEPS_NAME, Writer
-from ndcompile.codegen.segments import Call, Segment, calls, segments
+from ndcompile.codegen.segments import Loop, Segment, segments, statements
 from ndcompile.codegen.sizes import SizeNames, axis_name
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import COLLECTIVES, I, R
@@ -53,7 +53,7 @@ class _Emitter:
         plain = [n for n in ops if "move" not in n.meta and op_name(n.target) not in UNSIGNED]
         self.sizes.learn(graph, {n: signature(n) for n in plain})
         self.segments = segments(graph)
-        self.calls = calls(graph, self.segments)
+        self.statements = statements(self.segments)
         self.axes: set[tuple[str, ...]] = {(name,) for name in mesh.names}
         self.runtime: set[str] = set()
         self.root = _identifier(names.classes.get("", "Model"))
@@ -91,7 +91,7 @@ class _Emitter:
                 continue
             done.add(segment.kind)
             name = self._class_name(segment)
-            blocks = [s.block for s in self.segments if s.kind == segment.kind]
+            blocks = [block for s in self.segments if s.kind == segment.kind for block in s.blocks]
             parameters, body, result = self._function(segment)
             lines += ["", "", f"class {name}(Block):  # {_range(blocks)}", "    weights = dict("]
             lines += self._weights(segment, "        ")
@@ -268,31 +268,30 @@ class _Emitter:
         body: list[str] = []
         functions: list[str] = []
         tables: list[str] = []
-        for call in self.calls:
-            segment = call.segments[0]
-            if segment.block:
-                body += self._block_call(call, names, used)
-                continue
+        written: set[str] = set()
+        for segment in (s for s in self.segments if not s.block):
             title = self._segment_title(segment)
+            if title in written:
+                continue
+            written.add(title)
             parameters, inner, result = self._function(segment)
             if segment.entries:
                 tables += [f'        "{title}": dict(', *self._weights(segment, "            "), "        ),"]
-            taken = ", ".join((["w"] if segment.entries else []) + parameters)
-            functions += ["", "    @staticmethod", f"    def {title}({taken}):"]
+            passed = ", ".join((["w"] if segment.entries else []) + parameters)
+            functions += ["", "    @staticmethod", f"    def {title}({passed}):"]
             functions += [*_indented(inner, 8), f"        return {result}"]
-            arguments = [self._argument(v, names) for v in segment.inputs]
-            targets = ", ".join(self._target(v, names, used) for v in segment.outputs)
-            targets = f"{targets} = " if targets else ""
-            if segment.entries:
-                body += [f"# {text}" for text in self._bucket_comments(segment)]
-                body.append(f'with self.gathered("{title}") as w:')
-                body.append(f"    {targets}self.{title}({', '.join(['w', *arguments])})")
+        for statement in self.statements:
+            if isinstance(statement, Loop):
+                body += self._loop(statement, names, used)
             else:
-                body.append(f"{targets}self.{title}({', '.join(arguments)})")
+                segment = statement.segment
+                taken = [self._argument(v, names) for v in segment.inputs]
+                targets = [self._target(v, names, used) for v in segment.outputs]
+                body += self._call(segment, f'self.block("{segment.block}")', taken, targets)
         returned = [names[v] if isinstance(v, fx.Node) else repr(v) for v in results(self.graph)]
         lines = ["", "", f"class {self.root}(Root):"]
         lines += ["    weights = {", *tables, "    }"] if tables else []
-        rows = {s.block: self._class_name(s) for s in self.segments if s.block}
+        rows = {block: self._class_name(s) for s in self.segments if s.block for block in s.blocks}
         if rows:
             lines += ["    blocks = {"]
             lines += [f'        "{path}": {name},' for path, name in _block_table(rows)]
@@ -304,12 +303,15 @@ class _Emitter:
         return lines
 
     def _segment_title(self, segment: Segment) -> str:
+        """The name of its function; a run's rounds have one."""
         roots = [s for s in self.segments if not s.block]
         if len(roots) == 1:
             return "compute"
-        if segment is roots[0]:
+        if segment is roots[0] and segment.run is None:
             return "begin"
-        return "end" if segment is roots[-1] else f"between_{roots.index(segment)}"
+        if segment is roots[-1] and segment.run is None:
+            return "end"
+        return f"between_{next(i for i, s in enumerate(roots) if s is segment or _one_function(s, segment))}"
 
     def _target(self, value: fx.Node, names: dict[fx.Node, str], used: set[str]) -> str:
         enters = any(value in s.inputs for s in self.segments if s.block)
@@ -325,46 +327,127 @@ class _Emitter:
         assert value.meta.get("role") in ("buffer", "constant"), f"%{value.name} reaches a segment from nowhere"
         return f'self.buffer("{value.meta["name"]}")'
 
-    def _block_call(self, call: Call, names: dict[fx.Node, str], used: set[str]) -> list[str]:
-        first, final = call.segments[0], call.segments[-1]
-        path, start = first.block.rsplit(".", 1)
-        if len(call.segments) == 1:
-            given = ", ".join(self._argument(v, names) for v in first.inputs)
-            targets = ", ".join(self._target(v, names, used) for v in first.outputs)
-            return [f'{targets} = self.block("{first.block}")({given})']
-        lines: list[str] = []
-        arguments: list[str] = []
-        carried = dict(call.carried)
-        for position, value in enumerate(first.inputs):
-            if position in carried:
-                variable = _fresh("x", used) if not self._dies(value, call) else names[value]
-                if variable != names[value]:
-                    lines.append(f"{variable} = {self._argument(value, names)}")
-                arguments.append(variable)
-                names[final.outputs[carried[position]]] = variable
-            elif value.meta.get("role") == "fold":
-                number = value.args[1]
-                arguments.append(f"fold(rng, {number} + i)" if number else "fold(rng, i)")
+    def _call(self, segment: Segment, block: str, given: list[str], targets: list[str]) -> list[str]:
+        """A segment's statement, with its weights around it where it is the root's."""
+        target = f"{', '.join(targets)} = " if targets else ""
+        if segment.block:
+            return [f"{target}{block}({', '.join(given)})"]
+        title = self._segment_title(segment)
+        if not segment.entries:
+            return [f"{target}self.{title}({', '.join(given)})"]
+        comments = [f"# {text}" for text in self._bucket_comments(segment)]
+        call = f"    {target}self.{title}({', '.join(['w', *given])})"
+        return [*comments, f'with self.gathered("{title}") as w:', call]
+
+    def _loop(self, loop: Loop, names: dict[fx.Node, str], used: set[str]) -> list[str]:
+        """A run as a loop: what one round gives to the next has one name, before, in and after it."""
+        lines, late = self._carry(loop, names, used), dict[str, str]()
+        calls: list[str] = []
+        folds: list[tuple[fx.Node, str]] = []
+        heads: list[tuple[str, str]] = []
+        assigned: set[fx.Node] = set()
+        twins = {second: first for first, second in loop.carried}
+        read_after = {second: self._read_after(loop, first, second) for first, second in loop.carried}
+        for at, segment in enumerate(loop.body):
+            given = [
+                self._numbered(loop, at, p, v, folds) or self._argument(v, names) for p, v in enumerate(segment.inputs)
+            ]
+            targets = []
+            for value in segment.outputs:
+                first = twins.get(value)
+                if first is None or read_after[value]:
+                    names[value] = self._target(value, names, used)
+                else:
+                    names[value] = names[first]
+                targets.append(names[value])
+                assigned.add(value)
+            variable, source = self._blocks_of(loop, at, len(heads))
+            heads += [(variable, source)] if variable and segment.block else []
+            calls += self._call(segment, variable or source, given, targets)
+        for first, second in loop.carried:
+            if names[second] != names[first]:
+                calls.append(f"{names[first]} = {names[second]}")
+                late[names[second]] = names[first]
+        lines.append(_loop_head(heads, loop.times, bool(folds)))
+        return lines + _indented(calls, 4)
+
+    def _carry(self, loop: Loop, names: dict[fx.Node, str], used: set[str]) -> list[str]:
+        """Name what a round gives to the next, and give it its first value."""
+        lines = []
+        for first, _ in loop.carried:
+            if not loop.whole:
+                initial = first
             else:
-                arguments.append(self._argument(value, names))
-        numbered = any("fold(rng" in a for a in arguments)
-        stop = int(start) + len(call.segments)
-        whole = int(start) == 0 and stop == self._length(path)
-        every = f'self.list("{path}")' if whole else f'self.list("{path}", {start}, {stop})'
-        lines.append(f"for {'i, ' if numbered else ''}block in {f'enumerate({every})' if numbered else every}:")
-        targets = ", ".join(arguments[position] for position, _ in sorted(call.carried, key=lambda pair: pair[1]))
-        lines.append(f"    {targets} = block({', '.join(arguments)})")
+                at, position = next(
+                    (a, p) for a, s in enumerate(loop.body) for p, v in enumerate(s.inputs) if v is first
+                )
+                initial = loop.start(at, position)
+            name = self._argument(initial, names)
+            taken = [names[f] for f, _ in loop.carried if f is not first and f in names]
+            if not self._dies(initial, loop) or name in taken:
+                base = "x" if initial.meta["grad"] else _value_name(first)
+                fresh = _fresh(base, used)
+                lines.append(f"{fresh} = {name}")
+                name = fresh
+            names[first] = name
         return lines
 
-    def _length(self, path: str) -> int:
-        return len({s.block for s in self.segments if s.block.rsplit(".", 1)[0] == path})
+    def _read_after(self, loop: Loop, first: fx.Node, second: fx.Node) -> bool:
+        """Whether a round still reads what the round before gave after it has made its own."""
+        made = next(i for i, s in enumerate(loop.body) if second in s.outputs)
+        return any(first in s.inputs for s in loop.body[made + 1 :])
 
-    def _dies(self, value: fx.Node, call: Call) -> bool:
-        """Whether nothing after the loop needs the value that goes into it."""
+    def _numbered(
+        self, loop: Loop, at: int, position: int, value: fx.Node, folds: list[tuple[fx.Node, str]]
+    ) -> str | None:
+        """The key of a round, for an input that is one."""
+        if value.meta.get("role") != "fold":
+            return None
+        first = loop.start(at, position).args[1]
+        step = len([s for s in loop.body if s.kind is not None])
+        number = "i" if step == 1 else f"{step} * i"
+        folds.append((value, number))
+        return f"fold(rng, {first} + {number})" if first else f"fold(rng, {number})"
+
+    def _blocks_of(self, loop: Loop, at: int, count: int) -> tuple[str, str]:
+        """The loop's variable for a block and what it runs through; or nothing and one block's text."""
+        blocks = loop.blocks(at)
+        if not blocks or len(set(blocks)) == 1:
+            return "", f'self.block("{blocks[0]}")' if blocks else ""
+        path = blocks[0].rpartition(".")[0]
+        numbers = [int(block.rpartition(".")[2]) for block in blocks]
+        step = numbers[1] - numbers[0]
+        variable = "block" if not count else f"block_{count + 1}"
+        if step == 1 and numbers[0] == 0 and len(numbers) == self._length(path):
+            return variable, f'self.list("{path}")'
+        extra = f", {step}" if step > 1 else ""
+        return variable, f'self.list("{path}", {numbers[0]}, {numbers[-1] + 1}{extra})'
+
+    def _length(self, path: str) -> int:
+        return len({b for s in self.segments for b in s.blocks if b.rpartition(".")[0] == path})
+
+    def _dies(self, value: fx.Node, loop: Loop) -> bool:
+        """Whether nothing but the loop's first round needs the value that goes into it."""
         if value.meta.get("role"):
             return False
-        later = [s for s in self.segments if s.number > call.segments[0].number]
-        return not any(value in s.inputs for s in later) and value not in results(self.graph)
+        inside = {value for value, _ in loop.carried}
+        later = [s for s in self.segments if s.number >= loop.body[0].number]
+        return (value in inside or not any(value in s.inputs for s in later)) and value not in results(self.graph)
+
+
+def _loop_head(heads: list[tuple[str, str]], times: int, numbered: bool) -> str:
+    if not heads:
+        return f"for {'i' if numbered else '_'} in range({times}):"
+    variables, sources = ", ".join(v for v, _ in heads), ", ".join(s for _, s in heads)
+    every = sources if len(heads) == 1 else f"zip({sources})"
+    if not numbered:
+        return f"for {variables} in {every}:"
+    return f"for i, {variables if len(heads) == 1 else f'({variables})'} in enumerate({every}):"
+
+
+def _one_function(one: Segment, two: Segment) -> bool:
+    """Whether two segments of the root are rounds of one run, with one text."""
+    return None is not one.kind == two.kind and not one.block and one.run is not None and one.run == two.run
 
 
 UNSIGNED = frozenset({"_operator.getitem", "runtime.scale_gradient"})
@@ -415,19 +498,37 @@ def _fresh(base: str, used: set[str]) -> str:
 
 
 def _range(blocks: list[str]) -> str:
-    return blocks[0] if len(blocks) == 1 else f"{blocks[0]} … {blocks[-1].rsplit('.', 1)[1]}"
+    """The blocks of a class, for people: `layers.0, 2 … 24`."""
+    texts = []
+    for path, start, stop, step in _slices(blocks):
+        last = start + (stop - 1 - start) // step * step
+        middle = f", {start + step}" if step > 1 and start + step < last else ""
+        texts.append(f"{path}.{start}{middle} … {last}" if last > start else f"{path}.{start}")
+    return ", ".join(texts)
 
 
 def _block_table(rows: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Runs of neighbours with one class as `path[start:stop]`."""
-    runs: list[tuple[str, int, int, str]] = []
-    for block, name in rows.items():
-        path, _, number = block.rpartition(".")
-        if runs and runs[-1][0] == path and runs[-1][2] == int(number) and runs[-1][3] == name:
-            runs[-1] = (path, runs[-1][1], int(number) + 1, name)
-        else:
-            runs.append((path, int(number), int(number) + 1, name))
-    return [(f"{path}[{start}:{stop}]", name) for path, start, stop, name in runs]
+    """Blocks of one class in one list as `path[start:stop:step]`, where they are at even distances."""
+    table = []
+    for name in dict.fromkeys(rows.values()):
+        for path, start, stop, step in _slices([block for block, of in rows.items() if of == name]):
+            table.append((f"{path}[{start}:{stop}{f':{step}' if step > 1 else ''}]", name))
+    return table
+
+
+def _slices(blocks: list[str]) -> list[tuple[str, int, int, int]]:
+    """Paths of lists with start, stop and step."""
+    found: list[tuple[str, int, int, int]] = []
+    listed = {(block.rpartition(".")[0], int(block.rpartition(".")[2])) for block in blocks}
+    for path, number in sorted(listed):
+        if found and found[-1][0] == path:
+            _, start, stop, step = found[-1]
+            gap = number - (stop - 1)
+            if gap > 0 and (start == stop - 1 or gap == step):
+                found[-1] = (path, start, number + 1, gap)
+                continue
+        found.append((path, number, number + 1, 1))
+    return found
 
 
 def _commented(code: str, comment: str) -> str:

@@ -1,11 +1,13 @@
-"""The dataflow between segments: what each takes and gives, which are one function, and which run in a loop."""
+"""The dataflow between segments: what each takes and gives, and which run in a loop."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 from torch import fx
 
+from ndcompile.fold import Place
 from ndcompile.rules.registry import operands, results
 
 
@@ -26,12 +28,22 @@ class Segment:
     number: float
     block: str
     kind: int | None
+    place: Place | None = None
     nodes: list[fx.Node] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
     ports: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """A block's names for the values that it takes from outside."""
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The blocks that it stands for."""
+        return self.place.stands_for if self.block and self.place else (self.block,) if self.block else ()
+
+    @property
+    def run(self) -> int | None:
+        return None if self.place is None else self.place.run
 
 
 def segments(graph: fx.GraphModule) -> list[Segment]:
@@ -41,7 +53,8 @@ def segments(graph: fx.GraphModule) -> list[Segment]:
         number = node.meta.get("segment")
         if node.op != "call_function" or number is None:
             continue
-        segment = found.setdefault(number, Segment(number, node.meta["block"], node.meta.get("kind")))
+        fresh = Segment(number, node.meta["block"], node.meta.get("kind"), node.meta.get("place"))
+        segment = found.setdefault(number, fresh)
         if segment.kind is None:
             segment.kind = node.meta.get("kind")
         if not node.meta.get("bucket"):
@@ -84,54 +97,82 @@ def _find_outputs(graph: fx.GraphModule, listed: list[Segment]) -> None:
     returned = results(graph)
     for i, segment in enumerate(listed):
         later = {value for other in listed[i + 1 :] for value in other.inputs}
-        wanted = [node for node in segment.nodes if node in later or node in returned]
-        segment.outputs = wanted
+        segment.outputs = [node for node in segment.nodes if node in later or node in returned]
+    _share_outputs(listed)
+
+
+def _share_outputs(listed: list[Segment]) -> None:
+    """Both rounds of a run give what either gives: what the first gives to the second, the second gives to the next."""
+    rounds: dict[object, list[Segment]] = {}
+    for segment in listed:
+        if segment.place is not None and segment.run is not None and segment.kind is not None:
+            rounds.setdefault((segment.run, segment.place.position), []).append(segment)
+    for pair in rounds.values():
+        given = {n.meta["at"] for segment in pair for n in segment.outputs}
+        for segment in pair:
+            segment.outputs = [n for n in segment.nodes if n.meta.get("at") in given]
 
 
 @dataclass
 class Call:
-    """One statement of the root: a segment once, or a run of equal blocks as a loop over `carried` values."""
+    """One statement of the root: a segment, once."""
 
-    segments: list[Segment]
-    carried: list[tuple[int, int]] = field(default_factory=list)
-    """For a loop: pairs (input, output) by position: the output of one block is that input of the next."""
+    segment: Segment
 
 
-def calls(graph: fx.GraphModule, listed: list[Segment]) -> list[Call]:
-    """Runs of consecutive children of one list with one kind, chained in the same way, become a loop."""
-    returned = {value for value in results(graph) if isinstance(value, fx.Node)}
-    found: list[Call] = []
-    i = 0
-    while i < len(listed):
-        run = [listed[i]]
-        links: list[tuple[int, int]] | None = None
-        while i + len(run) < len(listed):
-            follower = listed[i + len(run)]
-            link = _link(run[-1], follower, listed, returned)
-            if link is None or (links is not None and link != links):
-                break
-            links = link
-            run.append(follower)
-        found.append(Call(run, links or []))
-        i += len(run)
+@dataclass
+class Loop:
+    """A statement that repeats `body`, a run's second round.
+
+    `before` is its first round, and is one of the times that the body runs if `whole`. `carried` are pairs of values: a
+    result of the first round that the second takes, and the same result of the second, which the next one takes.
+    """
+
+    before: list[Segment]
+    body: list[Segment]
+    whole: bool
+    carried: list[tuple[fx.Node, fx.Node]]
+
+    @property
+    def times(self) -> int:
+        place = self.body[0].place
+        assert place is not None, "a loop is a run"
+        return place.repeat + self.whole
+
+    def blocks(self, at: int) -> tuple[str, ...]:
+        """The blocks at one place of the body, in order of the rounds."""
+        first = self.before[at].blocks if self.whole else ()
+        return (*first, *self.body[at].blocks)
+
+    def start(self, at: int, position: int) -> fx.Node:
+        """What an input of the body is in the first round that the loop runs."""
+        return (self.before if self.whole else self.body)[at].inputs[position]
+
+
+def statements(listed: list[Segment]) -> list[Call | Loop]:
+    """The root's statements in order: a run is a loop over both rounds if they are equal, also at their borders."""
+    found: list[Call | Loop] = []
+    for run, group in itertools.groupby(listed, key=lambda segment: segment.run):
+        members = list(group)
+        if run is None:
+            found += [Call(segment) for segment in members]
+            continue
+        before, body = ([s for s in members if s.place and s.place.round == r] for r in (0, 1))
+        whole = list(map(_border, before)) == list(map(_border, body))
+        if not whole:
+            found += [Call(segment) for segment in before]
+        found.append(Loop(before, body, whole, _carried(before, body)))
     return found
 
 
-def _link(one: Segment, two: Segment, listed: list[Segment], returned: set[fx.Node]) -> list[tuple[int, int]] | None:
-    """How block `two` takes what block `one` gives, the next child of its list, if nothing else sees it."""
-    if not one.block or one.kind != two.kind or len(one.inputs) != len(two.inputs):
-        return None
-    (list_one, at_one), (list_two, at_two) = (s.block.rsplit(".", 1) for s in (one, two))
-    if list_one != list_two or int(at_two) != int(at_one) + 1:
-        return None
-    pairs = []
-    for position, (before, now) in enumerate(zip(one.inputs, two.inputs, strict=True)):
-        if now in one.outputs:
-            pairs.append((position, one.outputs.index(now)))
-        elif before is not now and not (before.meta.get("role") == now.meta.get("role") == "fold"):
-            return None
-    after = [s for s in listed if s.number > two.number]
-    seen_later = any(value in s.inputs for s in after for value in one.outputs)
-    if seen_later or any(value in returned for value in one.outputs) or len(pairs) != len(one.outputs):
-        return None
-    return pairs
+def _border(segment: Segment) -> object:
+    """What tells segments of two rounds apart: their kind, and of conversions between blocks what they do."""
+    moves = [(str(n.target), str(n.meta["move"])) for n in segment.nodes if segment.kind is None]
+    return (segment.kind, moves, len(segment.inputs), len(segment.outputs))
+
+
+def _carried(before: list[Segment], body: list[Segment]) -> list[tuple[fx.Node, fx.Node]]:
+    twins = {n.meta["at"]: n for segment in body for n in segment.nodes if "at" in n.meta}
+    taken = dict.fromkeys(value for segment in body for value in segment.inputs)
+    made = {n for segment in before for n in segment.outputs}
+    return [(value, twins[value.meta["at"]]) for value in taken if value in made]

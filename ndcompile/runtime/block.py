@@ -108,10 +108,10 @@ class Root:
     def block(self, path: str) -> Block:
         return self._blocks[path]
 
-    def list(self, path: str, start: int = 0, stop: int | None = None) -> list[Block]:
-        """The blocks of a list, in order."""
+    def list(self, path: str, start: int = 0, stop: int | None = None, step: int = 1) -> list[Block]:
+        """The blocks of a list, in order; with numbers those of a slice."""
         numbers = sorted(int(p.rpartition(".")[2]) for p in self._blocks if p.rpartition(".")[0] == path)
-        return [self._blocks[f"{path}.{n}"] for n in numbers if n >= start and (stop is None or n < stop)]
+        return [self._blocks[f"{path}.{n}"] for n in numbers if stop is None or n in range(start, stop, step)]
 
     def buffer(self, name: str) -> Tensor:
         return self._state.buffers[name]
@@ -128,5 +128,4 @@ class Root:
 def _paths(text: str) -> list[str]:
     """`layers[0:2]` is `layers.0` and `layers.1`."""
     path, _, numbers = text.rstrip("]").partition("[")
-    start, stop = (int(n) for n in numbers.split(":"))
-    return [f"{path}.{n}" for n in range(start, stop)]
+    return [f"{path}.{n}" for n in range(*(int(n) for n in numbers.split(":")))]

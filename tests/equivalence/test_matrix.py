@@ -61,7 +61,7 @@ def test_the_cover_is_part_of_the_matrix() -> None:
 
 
 ODD_COVER = {
-    2: [Case(model, mesh) for mesh in meshes(2) for model in ODD],
+    2: [Case(model, mesh) for mesh in meshes(2) for model in ODD] + [Case(model, "tp=2") for model in DEEP],
     4: [Case("fused attention", "dp_shard=2, tp=2"), Case("pooled", "tp=4"), Case("shared block", "dp_shard=2, tp=2"),
         Case("gated", "dp_replicate=2, tp=2"), Case("towers", "dp_replicate=2, dp_shard=2")],
 }  # fmt: skip

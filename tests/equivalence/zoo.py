@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.equivalence.deep import DEEP
 from tests.equivalence.grouped import GROUPED, VOCABULARY
 from tests.equivalence.odd import ODD
 
@@ -68,7 +69,7 @@ def masked(name: str, vocabulary: int, size: int, length: int = 8) -> Batch:
 def odd(name: str) -> Callable[[int], tuple[nn.Module, Batch]]:
     def make(size: int) -> tuple[nn.Module, Batch]:
         torch.manual_seed(4)
-        model = ODD[name]()
+        model = (ODD | DEEP)[name]()
         if "ids" in model.forward.__code__.co_varnames:
             return model, masked("ids", 19, size)
         return model, {"x": torch.randn(size, 12), "target": torch.randn(size, 12)}
@@ -92,5 +93,5 @@ ZOO: dict[str, Callable[[int], tuple[nn.Module, Batch]]] = {
 }
 """The models of the matrix."""
 
-ALL = ZOO | {name: odd(name) for name in ODD} | {name: grouped(name) for name in GROUPED}
-"""And those of `odd` and `grouped`."""
+ALL = ZOO | {name: odd(name) for name in (*ODD, *DEEP)} | {name: grouped(name) for name in GROUPED}
+"""And those of `odd`, `deep` and `grouped`."""

@@ -1,0 +1,302 @@
+"""Blocks while a model is traced: each distinct one is traced once, and where blocks begin and end is in the graph.
+
+What a block's call is traced to depends on its tensors' shapes and dtypes, on its other arguments, and on what its
+modules hold. While a block is traced, everything that is read of its modules is described. A later call with equal
+arguments, of a block whose modules hold what has the same descriptions, would be traced to the same nodes: one node,
+`ndcompile::again`, stands for them. A block that sets attributes, or looks at its modules in a way that can't be
+followed, is traced at each call. Assumed, and nothing else: globals do not change in the course of one forward.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.node import has_side_effect
+from torch.utils import _pytree as pytree
+
+_LIBRARY = torch.library.Library("ndcompile", "DEF")
+_TRACED: list[list[Tensor]] = []
+"""The results of each body of the latest trace: what `again` looks like."""
+
+
+def _mark(*_: Any) -> None:
+    return None
+
+
+def _like_before(values: list[Tensor], block: str, body: int) -> list[Tensor]:
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in _TRACED[body]]
+
+
+def _op(signature: str, kernel: Callable[..., Any]) -> Any:
+    name = _LIBRARY.define(signature)
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    return has_side_effect(getattr(torch.ops.ndcompile, name.split("::")[-1]).default)
+
+
+ENTER = _op("enter(Tensor[] values, str block, int body) -> ()", _mark)
+LEAVE = _op("leave(Tensor[] values, int body) -> ()", _mark)
+AGAIN = _op("again(Tensor[] values, str block, int body) -> Tensor[]", _like_before)
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The children of the model's `ModuleList`s, by path; in nested lists those of the outermost."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(path.startswith(block + ".") for block in found):
+            found |= {f"{path}.{name}".lstrip("."): child for name, child in module.named_children()}
+    return found
+
+
+@dataclass
+class Scope:
+    """A block, and the paths in it of its modules, each by the identity of its attributes."""
+
+    path: str
+    modules: dict[int, str]
+
+    @classmethod
+    def of(cls, path: str, block: nn.Module) -> Scope:
+        return cls(path, {id(vars(m)): name for name, m in block.named_modules(remove_duplicate=False)})
+
+
+@dataclass
+class _Body:
+    """One traced block: how it was called, what was read of its modules, and how its results are put together."""
+
+    number: int
+    scope: Scope
+    called: Any
+    reads: dict[tuple[Any, str], Any] = field(default_factory=dict)
+    """By the path of a module in the block, or a module outside, and a name: what it held."""
+    followed: bool = True
+    result: tuple[list[Any], Any] = ([], None)
+
+
+class Borders:
+    """The blocks of a model, by path. With `once=False` every call is traced, and only borders are marked."""
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], once: bool = True) -> None:
+        self.blocks, self.once = blocks, once
+        self.paths = {id(vars(module)): path for path, module in blocks.items()}
+        self.describe = _Describer(model)
+        self.bodies: list[_Body] = []
+        self.recording: _Body | None = None
+
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """While it holds, calls of blocks are traced as the head of this file says."""
+        classes: set[Any] = {type(block) for block in self.blocks.values()}
+        forwards = {cls: vars(cls).get("forward") for cls in classes}
+        written = nn.Module.__setattr__
+        _TRACED.clear()
+        for cls in forwards:
+            setattr(cls, "forward", self._marking(cls.forward))  # noqa: B010
+        nn.Module.__getattribute__ = self._reading()  # type: ignore[method-assign]
+        nn.Module.__setattr__ = self._writing(written)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__setattr__ = written  # type: ignore[method-assign]
+            del nn.Module.__getattribute__
+            for cls, forward in forwards.items():
+                if forward is None:
+                    delattr(cls, "forward")
+                else:
+                    setattr(cls, "forward", forward)  # noqa: B010
+
+    def _marking(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            path = self.paths.get(id(object.__getattribute__(module, "__dict__")))
+            if path is None or self.recording is not None:
+                return forward(module, *args, **kwargs)
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            called = self._called(leaves, spec, tensors)
+            body = next((body for body in self.bodies if self._fits(body, path, called)), None)
+            if body is not None:
+                return self._again(body, path, tensors)
+            body = _Body(len(self.bodies), Scope.of(path, self.blocks[path]), called)
+            return self._traced(body, tensors, lambda: forward(module, *args, **kwargs))
+
+        return call
+
+    def _called(self, leaves: list[Any], spec: Any, tensors: list[Tensor]) -> Any:
+        """All that a trace sees of a call; nothing is equal to None."""
+        try:
+            return (spec, tuple(self._argument(leaf, tensors) for leaf in leaves), *_modes())
+        except Opaque:
+            return None
+
+    def _argument(self, leaf: Any, tensors: list[Tensor]) -> Any:
+        """An argument as a trace sees it: of a tensor its form, and which of the arguments it is."""
+        if not isinstance(leaf, Tensor):
+            return self.describe(leaf)
+        return (next(i for i, t in enumerate(tensors) if t is leaf), *_form(leaf))
+
+    def _traced(self, body: _Body, tensors: list[Tensor], forward: Callable[[], Any]) -> Any:
+        self.bodies.append(body)
+        ENTER(tensors, body.scope.path, body.number)
+        self.recording = body
+        try:
+            result = forward()
+        finally:
+            self.recording = None
+        returned, spec = pytree.tree_flatten(result)
+        values = [leaf for leaf in returned if isinstance(leaf, Tensor)]
+        LEAVE(values, body.number)
+        body.followed &= all(leaf is None or isinstance(leaf, (Tensor, *PLAIN)) for leaf in returned)
+        body.result = ([None if isinstance(leaf, Tensor) else (leaf,) for leaf in returned], spec)
+        _TRACED.append([value.detach() for value in values])
+        return result
+
+    def _again(self, body: _Body, path: str, tensors: list[Tensor]) -> Any:
+        values = iter(AGAIN(tensors, path, body.number))
+        leaves, spec = body.result
+        return pytree.tree_unflatten([next(values) if leaf is None else leaf[0] for leaf in leaves], spec)
+
+    # ---- what a trace reads of the modules -----------------------------------------------------------------------
+
+    def _reading(self) -> Callable[[Any, str], Any]:
+        plain = object.__getattribute__
+
+        def read(module: Any, name: str) -> Any:
+            body = self.recording
+            if body is not None and name[:2] != "__":
+                place = body.scope.modules.get(id(plain(module, "__dict__")), module)
+                if (place, name) not in body.reads:
+                    self.recording = None
+                    try:
+                        body.reads[place, name] = self._held(module, body.scope, place, name)
+                    except Opaque:
+                        body.reads[place, name], body.followed = None, False
+                    self.recording = body
+            elif body is not None and name == "__dict__":
+                body.followed &= _by_the_tracer(sys._getframe(1))
+            return plain(module, name)
+
+        return read
+
+    def _writing(self, plain: Callable[..., None]) -> Callable[..., None]:
+        def write(module: Any, name: str, value: Any) -> None:
+            if self.recording is not None:
+                self.recording.followed &= _by_the_tracer(sys._getframe(1))
+            plain(module, name, value)
+
+        return write
+
+    def _held(self, module: nn.Module, scope: Scope, place: Any, name: str) -> Any:
+        """What a module itself holds under a name; what its class has is the same for all of the class."""
+        held = object.__getattribute__(module, "__dict__")
+        for values in (held, *(held.get(kind, {}) for kind in KINDS)):
+            if name in values:
+                parts = (scope.path, *([place] if isinstance(place, str) else []), *([] if name in KINDS else [name]))
+                return self.describe(values[name], scope, ".".join(filter(None, parts)))
+        return "of the class, or nothing"
+
+    def _fits(self, body: _Body, path: str, called: Any) -> bool:
+        """Whether a call of the block at `path` would be traced to this body."""
+        block = self.blocks[path]
+        alike = type(block) is type(self.blocks[body.scope.path])
+        if not (self.once and body.followed and alike and called is not None and called == body.called):
+            return False
+        modules: dict[Any, nn.Module] = dict(block.named_modules(remove_duplicate=False))
+        scope = Scope.of(path, block)
+        try:
+            for (place, name), found in body.reads.items():
+                module = modules.get(place) if isinstance(place, str) else place
+                if module is None or self._held(module, scope, place, name) != found:
+                    return False
+        except Opaque:
+            return False
+        return True
+
+
+KINDS = ("_parameters", "_buffers", "_modules")
+TRACER = (nn.Module.__getattr__.__code__.co_filename, str(Path(torch.fx.__file__).parent))
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+NOWHERE = Scope("", {})
+
+
+def _by_the_tracer(frame: types.FrameType) -> bool:
+    """Whether code of `nn.Module` itself, or of torch.fx, which wraps modules while it traces, is at work."""
+    return frame.f_code.co_filename.startswith(TRACER)
+
+
+class _Describer:
+    """Says of a value what a trace can see of it, so that equal descriptions give equal traces."""
+
+    def __init__(self, model: nn.Module) -> None:
+        every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        first: dict[int, str] = {}
+        self.first = {name: first.setdefault(id(tensor), name) for name, tensor in every}
+        self.kept: list[Any] = []
+
+    def __call__(self, value: Any, scope: Scope = NOWHERE, name: str = "", above: tuple[int, ...] = ()) -> Any:
+        """A parameter or buffer is described by its form and its name in its block; a block's module by its class."""
+        if value is None or isinstance(value, (*PLAIN, torch.Size)):
+            return (type(value), value)
+        if id(value) in above:
+            return ("above", above.index(id(value)))
+        above = (*above, id(value))
+        if isinstance(value, Tensor) and name in self.first:
+            first, own = self.first[name], scope.path + "."
+            return (type(value), *_form(value), first[len(own) :] if first.startswith(own) else "/" + first)
+        if isinstance(value, nn.Module) and id(object.__getattribute__(value, "__dict__")) in scope.modules:
+            return type(value)
+        if isinstance(value, types.MethodType):
+            return (value.__func__, self(value.__self__, scope, "", above))
+        if isinstance(value, (list, tuple)):
+            return (type(value), *(self(v, scope, f"{name}.{i}", above) for i, v in enumerate(value)))
+        if isinstance(value, dict):
+            pairs = ((self(k, scope, "", above), self(v, scope, f"{name}.{k}", above)) for k, v in value.items())
+            return (type(value), *pairs)
+        if isinstance(value, (set, frozenset)):
+            return (type(value), frozenset(self(v, scope, "", above) for v in value))
+        if isinstance(value, functools.partial):
+            return (type(value), self((value.func, value.args, value.keywords), scope, "", above))
+        if isinstance(value, FIXED):
+            self.kept.append(value)
+            return ("itself", id(value))
+        if _made_in_python(value):
+            return (type(value), self(vars(value), scope, "", above))
+        raise Opaque
+
+
+class Opaque(Exception):
+    """A value whose state can't be seen: two looks at it may be of different states."""
+
+
+FIXED = (Tensor, nn.Module, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum)
+"""What is the same as long as it is the same object: reads of modules are written down, changes of tensors are ops."""
+
+
+def _made_in_python(value: Any) -> bool:
+    """Whether all of an object's state is in its `__dict__`."""
+    made = all(cls.__flags__ & HEAP_TYPE and "__slots__" not in vars(cls) for cls in type(value).__mro__[:-1])
+    return made and not isinstance(value, (type, nn.Module, Tensor)) and hasattr(value, "__dict__")
+
+
+HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code made
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    sizes = tuple(str(n.node.expr) if isinstance(n, torch.SymInt) else n for n in (*tensor.shape, *tensor.stride()))
+    return (sizes, tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def _modes() -> tuple[Any, ...]:
+    """What of torch's state decides how ops are traced."""
+    casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+    return (torch.is_grad_enabled(), casts)
