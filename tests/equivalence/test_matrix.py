@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.equivalence.compare import Case, measure_all, prepare
+from tests.equivalence.deep import DEEP
 from tests.equivalence.odd import ODD
 from tests.equivalence.registry import WORLDS, meshes
 from tests.equivalence.zoo import ZOO
