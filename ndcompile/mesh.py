@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 KINDS = ("dp_replicate", "dp_shard", "cp", "tp")
 """Axis kinds in mesh order, major first: ranks that differ only in `tp` are neighbours."""
@@ -170,6 +171,7 @@ def _pairs(spec: object) -> list[tuple[str, object]]:
     names, shape = getattr(spec, "mesh_dim_names", None), getattr(spec, "shape", None)
     if names and shape is not None:
         _check_order(names)
+        _check_ranks(spec)
         return list(zip(names, shape, strict=True))
     raise MeshError(
         f"cannot read a mesh from {spec!r}\n"
@@ -186,6 +188,17 @@ def _check_order(names: Sequence[str]) -> None:
             f"the DeviceMesh has its axes in the order {', '.join(names)}\n"
             f"  why  ranks are numbered with these axes major first: {', '.join(KINDS)}\n"
             f"  try  init_device_mesh with mesh_dim_names in the order {', '.join(ordered)}"
+        )
+
+
+def _check_ranks(device_mesh: Any) -> None:
+    """A DeviceMesh may hold the ranks in any order; groups are made for ascending ones."""
+    held = device_mesh.mesh.flatten().tolist() if hasattr(device_mesh, "mesh") else []
+    if held != list(range(len(held))):
+        raise MeshError(
+            f"the DeviceMesh holds the ranks {', '.join(map(str, held))}\n"
+            f"  why  ranks are numbered from 0 in ascending order, the last axis first\n"
+            f"  try  init_device_mesh over all ranks of the world"
         )
 
 

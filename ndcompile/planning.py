@@ -144,13 +144,14 @@ def _output(value: Any, mesh: MeshSpec) -> dict[str, list[int]]:
 
 
 def _multiples(job: Job) -> dict[str, dict[str, int]]:
-    """The axes that the sequence must divide by: those that shard it somewhere."""
+    """The axes that the sequence must divide by: those that shard it somewhere, parts of one axis together."""
     found: dict[str, dict[str, int]] = {}
     for node in job.graph.graph.nodes:
         if "layout" not in node.meta or node.meta["layout"] is None:
             continue
         for dim, axes in enumerate(node.meta["layout"].dims):
-            for axis in axes:
-                if "s" in node.meta["shape"][dim].symbols and not KINDS[job.mesh[axis].kind].shards_batch:
-                    found.setdefault("s", {})[axis] = job.mesh.size(axis)
+            kinds = {job.mesh[a].kind for a in axes if not KINDS[job.mesh[a].kind].shards_batch}
+            for kind in kinds if "s" in node.meta["shape"][dim].symbols else ():
+                ranks = job.mesh.size(*(a for a in axes if job.mesh[a].kind == kind))
+                found.setdefault("s", {})[kind] = max(ranks, found.get("s", {}).get(kind, 1))
     return found

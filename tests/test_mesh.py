@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +25,13 @@ class NamedMesh:
 
     mesh_dim_names: tuple[str, ...]
     shape: tuple[int, ...]
+
+
+@dataclass
+class Permuted(NamedMesh):
+    """One that holds the ranks in an order of its own."""
+
+    mesh: torch.Tensor
 
 
 @pytest.mark.parametrize(
@@ -146,6 +154,13 @@ ERRORS: list[tuple[MeshLike, int | None, str]] = [
         "the DeviceMesh has its axes in the order tp, dp_shard\n"
         "  why  ranks are numbered with these axes major first: dp_replicate, dp_shard, cp, tp\n"
         "  try  init_device_mesh with mesh_dim_names in the order dp_shard, tp",
+    ),
+    (
+        Permuted(("dp_shard", "tp"), (2, 2), torch.tensor([[0, 2], [1, 3]])),
+        None,
+        "the DeviceMesh holds the ranks 0, 2, 1, 3\n"
+        "  why  ranks are numbered from 0 in ascending order, the last axis first\n"
+        "  try  init_device_mesh over all ranks of the world",
     ),
 ]
 

@@ -23,6 +23,7 @@ import ndcompile as nd
 from ndcompile.runtime import weights
 from tests import ranks
 from tests.claims import Claims, assert_close, assert_same_gradients, own, run_claims, whole
+from tests.equivalence.grouped import VOCABULARY, Grouped
 from tests.models import Mlp, Stack, llama, seeded, tokens
 
 Batch = dict[str, Tensor]
@@ -365,6 +366,28 @@ def a_device_mesh_may_have_names_of_other_libraries() -> None:
     assert_close(parallel(**tokens())["logits"], model(**tokens())["logits"])
 
 
+def a_device_mesh_has_an_axis_that_is_cut() -> None:
+    """2 heads of keys on 4 ranks: trained in one mode, run in the other, saved and loaded."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    model = seeded(Grouped, 8, 2, repeat=True).double()
+    given = tokens(vocabulary=VOCABULARY)
+    parallel = nd.parallelize(model, mesh, given, float64=True)
+    key = parallel.get_parameter("layers.0.k.weight")
+    assert key.device_mesh.mesh_dim_names == ("tp.0", "tp.1")  # type: ignore[attr-defined]
+    assert key.to_local().shape == (4, 16)  # type: ignore[attr-defined]
+    for m in (parallel, model):
+        m(**given)["loss"].backward()
+    assert_same_gradients(parallel, model)
+    for m in (parallel, model):
+        m.eval()
+    assert_close(parallel(**given)["loss"], model(**given)["loss"])
+    state = {name: value.clone() for name, value in parallel.state_dict().items()}
+    with torch.no_grad():
+        key.zero_()
+    parallel.load_state_dict(state)
+    assert_close(parallel(**given)["loss"], model(**given)["loss"])
+
+
 def axes_of_size_one_change_nothing() -> None:
     plain, _ = parallel_stack("tp=2")
     more, model = parallel_stack("dp_replicate=1, dp_shard=1, tp=2")
@@ -539,7 +562,10 @@ ON_TWO: Claims = (
     low_precision_stays_near_on_dp_shard,
     gathered_weights_are_not_kept_for_backward,
 )
-ON_FOUR: Claims = (uneven_parts_of_parts_train_as_one_device,)
+ON_FOUR: Claims = (
+    uneven_parts_of_parts_train_as_one_device,
+    a_device_mesh_has_an_axis_that_is_cut,
+)
 
 
 @pytest.fixture(scope="module")

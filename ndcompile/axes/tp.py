@@ -17,4 +17,7 @@ def _kept_as_used(use: Placement, dim: int | None) -> Placement:
 
 
 TP = AxisKind("s", True, False, _uses, _kept_as_used, price=1e3)
-"""`price` makes sharding the matrices come first, and the least communication second: that is what the axis is for."""
+"""`price` makes sharding the matrices come first, and the least communication second: that is what the axis is for.
+
+The matrices of keys and values whose heads the ranks repeat are exempt (`propagate_layouts`).
+"""
