@@ -124,9 +124,9 @@ def _require_heads(state: State, axis: str, heads: list[Attention]) -> None:
     ranks = state.mesh.size(whole)
     for attention in heads:
         queries, keys, node = attention.queries, attention.keys, attention.node
-        if not node.meta["placements"][axis].whole:
-            continue
         fits = [n for n in range(2, queries + 1) if queries % n == 0 and (keys % n == 0 or n % keys == 0)]
+        if not node.meta["placements"][axis].whole or ranks in fits:
+            continue
         few = "" if keys == queries else f" over {keys} of keys and values"
         raise CompileError(
             f"{queries} attention heads{few} do not divide over {ranks} ranks of axis '{whole}'",
