@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import inspect
 import itertools
@@ -88,6 +89,7 @@ def _bind(
     _same_everywhere(source, manifest, model, init)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     device_mesh = _part_of(device_mesh, spec) or _device_mesh(spec, device)
+    atexit.register(private.let_go, device_mesh)
     mesh = Mesh.bound(spec, [tuple(axes) for axes in manifest.flattened], device_mesh, TIMEOUT)
     whole: dict[str, Tensor] = {} if model is None else dict(model.named_parameters())
 

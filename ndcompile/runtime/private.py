@@ -124,6 +124,14 @@ def flatten(device_mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
     device_mesh[axes]._flatten("_".join(axes))
 
 
+def let_go(device_mesh: DeviceMesh) -> None:
+    """Drop the mesh's process groups: torch's caches keep the mesh of every DTensor, and through it their threads.
+
+    A gloo thread that frees a tensor while the interpreter ends aborts the process.
+    """
+    getattr(device_mesh, "_pg_registry", {}).clear()
+
+
 def group_name(group: dist.ProcessGroup) -> str:
     """The name by which functional collectives find a group."""
     return group.group_name

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -53,3 +56,31 @@ def test_autograd_says_whether_a_backward_runs() -> None:
 def test_storages_are_told_apart_by_their_address() -> None:
     x = torch.ones(4)
     assert x.untyped_storage()._cdata == x[1:].untyped_storage()._cdata != x.clone().untyped_storage()._cdata
+
+
+AT_EXIT = """
+import atexit, os, socket
+import torch, torch.distributed as dist
+import ndcompile as nd
+
+def threads():
+    names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+    return sum("gloo" in name for name in names)
+
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = str(free.getsockname()[1])
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="0", WORLD_SIZE="1")
+atexit.register(lambda: print(threads(), "threads of gloo at the end"))  # runs after what is registered later
+model = nd.parallelize(torch.nn.Linear(4, 4), "", torch.zeros(2, 4))
+model(torch.zeros(2, 4)).sum().backward()
+assert threads()
+dist.destroy_process_group()
+"""
+
+
+def test_no_thread_of_a_process_group_outlives_the_interpreter() -> None:
+    """One that frees a tensor then aborts the process, now and then; torch's caches keep the groups of DTensors."""
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0 threads of gloo at the end\n"
