@@ -19,6 +19,7 @@ from ndcompile.autocast import Autocast, casts
 from ndcompile.borders import Borders, blocks_of
 from ndcompile.errors import CompileError
 from ndcompile.fold import NotFollowed, fold
+from ndcompile.functional import make_functional
 from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
 from ndcompile.regions import inline_regions
 from ndcompile.twin import WhereInputsAre, cast_parameters, name_keywords, on_meta, refuse_hooks
@@ -76,8 +77,7 @@ def capture(
         widen_casts(graph)
     _propagate_dtypes(graph, traced)
     _label_nodes(graph, _roles(graph, symbols))
-    _make_functional(graph)
-    _refuse_returned_parameters(graph)
+    make_functional(graph)
     spec = exported.call_spec.out_spec
     assert spec is not None, "export returns the structure of its outputs"
     plain = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
@@ -201,29 +201,12 @@ def _label_placeholders(
             if isinstance(node.meta.get("val"), Tensor):
                 node.meta["grad"] = bool(node.meta["val"].requires_grad)
                 found.append(name)
-    _refuse_mutation(exported)
     for node in graph.find_nodes(op="placeholder"):
         unused = not node.users and "role" not in node.meta
         if unused or (node.meta["role"] == "input" and not isinstance(node.meta.get("val"), Tensor)):
             assert not node.users, f"{node} is a constant input and has no uses in the graph"
             graph.erase_node(node)
     return tuple(found)
-
-
-def _refuse_mutation(exported: torch.export.ExportedProgram) -> None:
-    signature = exported.graph_signature
-    for name in (*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate):
-        raise _mutation(f"'{name}'")
-
-
-def _mutation(what: str, node: fx.Node | None = None) -> CompileError:
-    return CompileError(
-        f"forward changes {what} in place",
-        node=None if node is None else f"%{node.name}   {node.meta['module']}".rstrip(),
-        source=None if node is None else node.meta["source"],
-        why="an update of what outlives the call is not compiled yet",
-        tries=("return the new value instead", "model.eval(), where only training updates it"),
-    )
 
 
 def widen_casts(graph: fx.GraphModule) -> None:
@@ -352,46 +335,3 @@ def _source(node: fx.Node) -> str | None:
         return None
     path, number, code = next((f for f in reversed(frames) if "/torch/nn/" not in f[0]), frames[-1])
     return f"{Path(path).name}:{number}   {code.strip()}"
-
-
-def _refuse_returned_parameters(graph: fx.GraphModule) -> None:
-    for value in graph.graph.output_node().all_input_nodes:
-        if value.op == "placeholder" and value.meta["role"] in ("parameter", "buffer"):
-            raise CompileError(
-                f"forward returns {value.meta['role']} '{value.meta['name']}' itself",
-                why="between steps each rank holds a part of it",
-                tries="model.get_parameter(name), outside of forward",
-            )
-
-
-ALIASING = ("view", "reshape", "transpose", "slice", "select", "expand", "unsqueeze", "squeeze", "permute", "split")
-
-
-def _make_functional(graph: fx.GraphModule) -> None:
-    """`relu_(x)` becomes `relu(x)`, and later uses of x use the result. An update through a view is refused."""
-    order = {node: i for i, node in enumerate(graph.graph.nodes)}
-    for node in list(graph.graph.nodes):
-        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-            continue
-        changed = node.args[0]
-        packet = getattr(torch.ops.aten, str(node.target.overloadpacket).split(".")[-1].rstrip("_"), None)
-        overload = getattr(packet, node.target._overloadname, None) if packet else None
-        aliased = isinstance(changed, fx.Node) and (
-            changed.op == "placeholder"
-            or any(word in str(changed.target) for word in ALIASING)
-            or any(any(word in str(user.target) for word in ALIASING) for user in changed.users)
-        )
-        if isinstance(changed, fx.Node) and changed.op == "placeholder":
-            raise _mutation(f"{changed.meta['role']} '{changed.meta['name']}'", node)
-        if overload is None or aliased or not isinstance(changed, fx.Node):
-            raise CompileError(
-                f"{node.target} changes a tensor in place that other names share",
-                node=f"%{node.name}   {node.meta['module']}".rstrip(),
-                source=node.meta["source"],
-                why="a view of it would have to change too",
-                tries="the same without in-place: y = f(x)",
-            )
-        node.target = overload
-        for user in [user for user in changed.users if order.get(user, 1 << 30) > order[node]]:
-            user.replace_input_with(changed, node)
-    graph.recompile()

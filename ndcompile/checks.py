@@ -203,10 +203,13 @@ def duties(graph: fx.GraphModule, mesh: MeshSpec) -> list[Duty]:
             *moves, use = way
             last = moves[-1] if moves else parameter
             for axis in mesh.names:
-                mine = [m for m in moves if axis in m.meta["move"].axes and _backward(m) in REDUCING]
+                on_axis = [m for m in moves if axis in m.meta["move"].axes]
+                mine = [m for m in on_axis if _backward(m) in REDUCING]
+                handed = any(m.meta["move"].source == R for m in on_axis)  # R→I gives the gradient to one rank alone
+                cotangent = P() if handed else last.meta["layout"].on(axis).dual
                 found.append(
                     Duty(
-                        parameter.meta["name"], axis, f"%{use.name}", last.meta["layout"].on(axis).dual,
+                        parameter.meta["name"], axis, f"%{use.name}", cotangent,
                         tuple(_backward(m) for m in mine), mine[0].meta["backward_dtype"] if mine else None,
                     )
                 )  # fmt: skip

@@ -86,7 +86,7 @@ def copied(graph: fx.GraphModule) -> fx.GraphModule:
     """A graph of its own with the same nodes and what is known of them."""
     new, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     output = new.graph_copy(graph.graph, nodes)
-    new.output(output)
+    new.output(output).meta = dict(graph.graph.output_node().meta)
     for node, twin in nodes.items():
         twin.meta = dict(node.meta)
     return fx.GraphModule(graph, new)

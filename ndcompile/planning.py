@@ -19,7 +19,7 @@ from ndcompile.mesh import MeshSpec
 from ndcompile.pipeline import Job
 from ndcompile.placement import I, Layout
 from ndcompile.program import Parameter, parameter_plans
-from ndcompile.rules.registry import results
+from ndcompile.rules.registry import model_results, updates
 from ndcompile.runtime.manifest import Argument, InputPlan, Manifest
 from ndcompile.twin import on_meta
 
@@ -96,7 +96,8 @@ def manifest(
         arguments=_arguments(model),
         input_plans=inputs,
         constants=captured.constants,
-        outputs=[_output(v, job.mesh) for v in results(job.graph)],
+        outputs=[_output(v, job.mesh) for v in model_results(job.graph)],
+        updates=list(updates(job.graph)),
         output_text=_spec_text(captured.output_spec),
         multiples=_multiples(job),
         compute=None if job.precision.compute is None else str(job.precision.compute),

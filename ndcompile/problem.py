@@ -17,7 +17,7 @@ from ndcompile.fold import repeat_of
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import I, Placement, R, S
 from ndcompile.rules.notation import Signature
-from ndcompile.rules.registry import operands, results, signature
+from ndcompile.rules.registry import operands, results, signature, updates
 from ndcompile.rules.rows import Row, rows
 from ndcompile.size import Size
 
@@ -214,12 +214,16 @@ class _EdgeCost:
 
 
 def _add_outputs(state: State, problem: Problem, kind: AxisKind, ranks: int) -> None:
-    """A result is sharded on its batch over data axes; on others it is whole, or as sharded as it is made."""
+    """A result is sharded on its batch over data axes; on others it is whole, or as sharded as it is made.
+
+    What a buffer becomes is whole on every axis.
+    """
+    written = set(updates(state.graph).values())
     for number, node in enumerate(returned(state.graph)):
         shape, key = node.meta["shape"], (OUTPUT, number)
         dim = batch_dim(shape) if kind.shards_batch else None
         wanted = [I] if dim is None else [S(dim)]
-        if not kind.shards_batch and not state.local_outputs:
+        if not kind.shards_batch and not state.local_outputs and node not in written:
             wanted += [S(d) for d in range(len(shape))]
         problem.rows[key] = [Row((p,), p) for p in wanted]
         problem.costs[key] = [0.0] * len(wanted)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ndcompile.rules.registry import results
+from ndcompile.rules.registry import results, updates
 from ndcompile.runtime.manifest import Manifest
 from ndcompile.runtime.random import draw_key
 
@@ -28,13 +28,19 @@ class Reference(nn.Module):
         tensors = self._manifest.tensors(args, kwargs)
         with torch.autocast(tensors[0].device.type, enabled=False):
             found = run(self._graph[0], self.model, dict(zip(self._manifest.inputs, tensors, strict=True)))
-        return pytree.tree_unflatten(found, self._manifest.output_spec)
+        count = len(found) - len(self._manifest.updates)
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        with torch.no_grad():
+            for name, value in zip(self._manifest.updates, found[count:], strict=True):
+                buffers[name].copy_(value)
+        return pytree.tree_unflatten(found[:count], self._manifest.output_spec)
 
 
 def run(graph: fx.GraphModule, model: nn.Module, inputs: dict[str, Tensor]) -> list[Any]:
     """Execute the graph's nodes one by one on real tensors."""
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     device = next(iter(inputs.values())).device
+    held |= {name: held[name].clone() for name in updates(graph)}  # backward may need what is written over
     values: dict[fx.Node, Any] = {}
     for node in graph.graph.nodes:
         if node.op == "placeholder":

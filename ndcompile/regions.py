@@ -36,7 +36,7 @@ def _inline(graph: fx.GraphModule, node: fx.Node) -> None:
             if inner.op in ("placeholder", "output"):
                 continue
             new = graph.graph.node_copy(inner, lambda n: copied[n])
-            new.meta["autocast"] = inside
+            new.meta |= dict(autocast=inside, no_grad=stops)
             if inner.op == "get_attr":
                 setattr(graph, str(inner.target), getattr(body, str(inner.target)))
             if stops and isinstance(new.meta.get("val"), Tensor) and new.meta["val"].is_floating_point():

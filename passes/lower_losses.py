@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from ndcompile import runtime
+from ndcompile.build import Builder
 from ndcompile.errors import CompileError
 from ndcompile.rules.registry import arguments, describe
-from ndcompile.size_nodes import size_node
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
@@ -28,7 +28,7 @@ def lower_losses(graph: fx.GraphModule) -> fx.GraphModule:
         if lower is None:
             continue
         with graph.graph.inserting_before(node):
-            result = lower(_Builder(graph.graph, node), node)
+            result = lower(Builder(graph.graph, node), node)
         if result is not None:
             node.replace_all_uses_with(result)
             graph.graph.erase_node(node)
@@ -36,27 +36,7 @@ def lower_losses(graph: fx.GraphModule) -> fx.GraphModule:
     return graph
 
 
-class _Builder:
-    """Makes nodes that carry the module and source of the node that they replace."""
-
-    def __init__(self, graph: fx.Graph, origin: fx.Node) -> None:
-        self.graph, self.origin = graph, origin
-
-    def __call__(self, target: Any, *args: Any, sizes: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        node.meta = {k: v for k, v in self.origin.meta.items() if k in ("module", "source")}
-        node.meta |= dict(sizes=sizes, dtype=dtype)
-        return node
-
-    def size(self, of: fx.Node, dims: Sequence[int]) -> Any:
-        """The product of some dims' global sizes as an argument: a number, or nodes that compute it."""
-        number = size_node(self.graph, sympy.sympify(math.prod(of.meta["sizes"][d] for d in dims)))
-        if isinstance(number, fx.Node):
-            number.meta["of"] = (of, tuple(dims))
-        return number
-
-
-def _reduced(build: _Builder, values: fx.Node, reduction: int, count: Callable[[], Any]) -> fx.Node:
+def _reduced(build: Builder, values: fx.Node, reduction: int, count: Callable[[], Any]) -> fx.Node:
     """The sum or mean of the values; half precisions are added in float32, over ranks too, as torch does on one."""
     if reduction == NONE:
         return values
@@ -70,7 +50,7 @@ def _reduced(build: _Builder, values: fx.Node, reduction: int, count: Callable[[
     return total if wide == dtype else build(aten.to.dtype, total, dtype, sizes=(), dtype=dtype)
 
 
-def _cross_entropy(build: _Builder, node: fx.Node) -> fx.Node:
+def _cross_entropy(build: Builder, node: fx.Node) -> fx.Node:
     given = arguments(node)
     logits, target = given["self"], given["target"]
     if given["weight"] is not None or target.meta["dtype"].is_floating_point:
@@ -98,7 +78,7 @@ def _cross_entropy(build: _Builder, node: fx.Node) -> fx.Node:
     return reduced
 
 
-def _rows(build: _Builder, logits: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _rows(build: Builder, logits: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Logits as [tokens, classes]: torch has the classes at dim 1 of more dims, at dim 0 of one."""
     sizes, dtype = logits.meta["sizes"], logits.meta["dtype"]
     if len(sizes) == 2:
@@ -116,7 +96,7 @@ def _rows(build: _Builder, logits: fx.Node, target: fx.Node) -> tuple[fx.Node, f
     return rows, flat
 
 
-def _mse(build: _Builder, node: fx.Node) -> fx.Node:
+def _mse(build: Builder, node: fx.Node) -> fx.Node:
     given = arguments(node)
     sizes, dtype = given["self"].meta["sizes"], node.meta["dtype"]
     error = build(aten.sub.Tensor, given["self"], given["target"], sizes=sizes, dtype=dtype)
@@ -124,7 +104,7 @@ def _mse(build: _Builder, node: fx.Node) -> fx.Node:
     return _reduced(build, squares, given["reduction"], lambda: build.size(error, range(len(sizes))))
 
 
-def _mean(build: _Builder, node: fx.Node) -> fx.Node | None:
+def _mean(build: Builder, node: fx.Node) -> fx.Node | None:
     given = arguments(node)
     sizes, dim = given["self"].meta["sizes"], given.get("dim")
     dims = range(len(sizes)) if not dim else [dim] if isinstance(dim, int) else dim
@@ -139,7 +119,7 @@ def _mean(build: _Builder, node: fx.Node) -> fx.Node | None:
     return build(aten.div.Tensor, total, build.size(given["self"], dims), sizes=node.meta["sizes"], dtype=dtype)
 
 
-def _ones(build: _Builder, node: fx.Node) -> fx.Node:
+def _ones(build: Builder, node: fx.Node) -> fx.Node:
     """`new_zeros`, `zeros_like` and the like: the tensor that they are called on lends only its size, device, dtype."""
     given, meta = arguments(node), node.meta
     kwargs = dict(dtype=meta["dtype"], device=torch.device("meta"))  # follow_device says where
@@ -153,7 +133,7 @@ def _ones(build: _Builder, node: fx.Node) -> fx.Node:
     return new
 
 
-def _histc(build: _Builder, node: fx.Node) -> fx.Node | None:
+def _histc(build: Builder, node: fx.Node) -> fx.Node | None:
     """On each device `histc` takes other dtypes, so which one the model asked for on meta must not matter."""
     given, meta = arguments(node), node.meta
     if given["min"] == given["max"]:
@@ -162,7 +142,7 @@ def _histc(build: _Builder, node: fx.Node) -> fx.Node | None:
     return build(runtime.histogram, *counted, sizes=meta["sizes"], dtype=meta["dtype"])
 
 
-def _repeat(build: _Builder, node: fx.Node) -> fx.Node:
+def _repeat(build: Builder, node: fx.Node) -> fx.Node:
     """Copies along a dim are a dim of their own before it, which an expansion makes and a reshape joins with it."""
     x, target = arguments(node)["self"], node.meta["sizes"]
     source = (1,) * (len(target) - len(x.meta["sizes"])) + x.meta["sizes"]
@@ -170,7 +150,7 @@ def _repeat(build: _Builder, node: fx.Node) -> fx.Node:
     times = [sympy.cancel(sympy.sympify(n) / size) for n, size in zip(target, source, strict=True)]
     copies = tuple(n for many, size in zip(times, source, strict=True) for n in (_number(many), size))
     for op, sizes in ((aten.reshape.default, apart), (aten.expand.default, copies), (aten.reshape.default, target)):
-        given = [size_node(build.graph, sympy.sympify(n)) for n in sizes]
+        given = [build.number(n) for n in sizes]
         x = build(op, x, given, sizes=sizes, dtype=node.meta["dtype"])
     return x
 
@@ -179,9 +159,27 @@ def _number(size: sympy.Expr) -> int | sympy.Expr:
     return int(size) if size.is_Integer else size
 
 
-LOWERINGS: dict[Any, Callable[[_Builder, fx.Node], fx.Node | None]] = {
+def _scalar(build: Builder, node: fx.Node) -> fx.Node:
+    """One number as a tensor."""
+    return build.full((), arguments(node)["s"], node.meta["dtype"])
+
+
+def _channel_dropout(build: Builder, node: fx.Node) -> fx.Node:
+    """`dropout2d` and its kind: dropout of one number a sample and channel, times the input."""
+    given, sizes, dtype = arguments(node), node.meta["sizes"], node.meta["dtype"]
+    if not given["train"] or given["p"] == 0:
+        return given["input"]
+    kept = (*sizes[:2], *[1] * (len(sizes) - 2))
+    ones = build.full(kept, 1.0, dtype)
+    mask = build(aten.dropout.default, ones, given["p"], True, sizes=kept, dtype=dtype)
+    return build(aten.mul.Tensor, given["input"], mask, sizes=sizes, dtype=dtype)
+
+
+LOWERINGS: dict[Any, Callable[[Builder, fx.Node], fx.Node | None]] = {
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.mse_loss.default: _mse,
+    aten.scalar_tensor.default: _scalar,
+    aten.feature_dropout.default: _channel_dropout,
     aten.mean.dim: _mean,
     aten.mean.default: _mean,
     aten.new_ones.default: _ones,

@@ -12,7 +12,7 @@ from ndcompile.axes import KINDS
 from ndcompile.cost import NOMINAL
 from ndcompile.mesh import MeshSpec
 from ndcompile.passes.mark_blocks import is_port
-from ndcompile.rules.registry import op_name, operands
+from ndcompile.rules.registry import STOPS_GRADIENTS, op_name, operands
 from ndcompile.size import Size
 
 
@@ -43,7 +43,7 @@ def mark_gradients(graph: fx.GraphModule) -> None:
     while True:
         for node in graph.graph.nodes:
             if "shape" in node.meta and node.op == "call_function":
-                stopped = op_name(node.target) == "aten.detach.default" or not node.meta["dtype"].is_floating_point
+                stopped = op_name(node.target) in STOPS_GRADIENTS or not node.meta["dtype"].is_floating_point
                 flows = any(o.meta["grad"] for o in operands(node)) or (is_port(node) and node.meta["alias"] in ports)
                 node.meta["grad"] = flows and not stopped
         found = {n.meta["alias"] for n in graph.graph.nodes if is_port(n) and n.meta["grad"]}

@@ -16,7 +16,7 @@ from ndcompile.pins import Pins, resolve_pins
 from ndcompile.placement import I, Layout, Placement, S
 from ndcompile.problem import State, batch_dim, key_of, problem_on, returned
 from ndcompile.rules.layers import HEADS
-from ndcompile.rules.registry import operands
+from ndcompile.rules.registry import operands, updates
 from ndcompile.rules.rows import Row
 
 
@@ -150,9 +150,9 @@ def _store(state: State, mesh: MeshSpec) -> None:
         )
         if node.meta.get("role") == "parameter":
             node.meta["stored"] = _stored(node, mesh, order)
-    ends = []
+    written, ends = set(updates(state.graph).values()), []
     for node in returned(state.graph):
-        ends.append(_end_layout(node, mesh, order, state.local_outputs))
+        ends.append(_end_layout(node, mesh, order, state.local_outputs or node in written))
     state.graph.graph.output_node().meta["wanted"] = tuple(ends)
 
 

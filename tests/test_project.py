@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loss": set(),
     "borders": set(),
     "fold": {"borders"},
-    "capture": {"size", "autocast", "inputs", "twin", "regions", "borders", "fold"},
+    "capture": {"size", "autocast", "inputs", "twin", "regions", "borders", "fold", "functional"},
     "checks": {"placement", "mesh"},
     "codegen": {"placement", "mesh", "size", "rules", "fold"},
     "runtime": {"placement", "mesh"},

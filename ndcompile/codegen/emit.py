@@ -13,9 +13,10 @@ from torch import fx
 from ndcompile.codegen.ops import KEEPS_NAME, Writer
 from ndcompile.codegen.segments import Loop, Segment, segments, statements
 from ndcompile.codegen.sizes import SizeNames, axis_name
+from ndcompile.codegen.wrap import wrapped
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import COLLECTIVES, I, R
-from ndcompile.rules.registry import op_name, operands, results, signature
+from ndcompile.rules.registry import model_results, op_name, operands, results, signature, updates
 
 RESERVED = frozenset(keyword.kwlist) | frozenset(
     "torch F self b s w rng data MESH Block Root abs pow sum max min all any slice int float bool list dict len range "
@@ -64,7 +65,7 @@ class _Emitter:
         classes = self._classes()
         root = self._root()
         flattened = sorted(axes for axes in self.axes if len(axes) > 1)
-        return Emitted("\n".join([*self._head(), *classes, *root]) + "\n", self.root, flattened)
+        return Emitted("\n".join(wrapped([*self._head(), *classes, *root])) + "\n", self.root, flattened)
 
     # ---- the head ------------------------------------------------------------------------------------------------
 
@@ -288,7 +289,8 @@ class _Emitter:
                 taken = [self._argument(v, names) for v in segment.inputs]
                 targets = [self._target(v, names, used) for v in segment.outputs]
                 body += self._call(segment, f'self.block("{segment.block}")', taken, targets)
-        returned = [names[v] if isinstance(v, fx.Node) else repr(v) for v in results(self.graph)]
+        returned = [names[v] if isinstance(v, fx.Node) else repr(v) for v in model_results(self.graph)]
+        body += self._updates(names)
         lines = ["", "", f"class {self.root}(Root):"]
         lines += ["    weights = {", *tables, "    }"] if tables else []
         rows = {block: self._class_name(s) for s in self.segments if s.block for block in s.blocks}
@@ -319,13 +321,20 @@ class _Emitter:
         names[value] = _fresh(base, used)
         return names[value]
 
+    def _updates(self, names: Mapping[fx.Node, str]) -> list[str]:
+        """Every buffer that the forward changes is written at its end."""
+        rows = [f'    "{name}": {self._argument(value, names)},' for name, value in updates(self.graph).items()]
+        return ["self.update({", *rows, "})"] if rows else []
+
     def _argument(self, value: fx.Node, names: Mapping[fx.Node, str]) -> str:
         if value in names:
             return names[value]
         if value.meta.get("role") == "fold":
             return f"fold(rng, {value.args[1]})"
         assert value.meta.get("role") in ("buffer", "constant"), f"%{value.name} reaches a segment from nowhere"
-        return f'self.buffer("{value.meta["name"]}")'
+        read = f'self.buffer("{value.meta["name"]}")'
+        kept = value.meta["name"] in updates(self.graph) and any(user.meta.get("grad") for user in value.users)
+        return f"{read}.clone()" if kept else read  # backward may need what the update overwrites
 
     def _call(self, segment: Segment, block: str, given: list[str], targets: list[str]) -> list[str]:
         """A segment's statement, with its weights around it where it is the root's."""
@@ -455,7 +464,7 @@ SHOWN = ("linear", "mm", "matmul", "embedding", "scaled_dot", "attention", "cros
 RUNTIME = frozenset(
     "replicate invariant shard partial shard_invariant partial_invariant all_gather all_gather_invariant all_to_all "
     "pad all_reduce all_reduce_invariant reduce_scatter embedding cross_entropy dropout attention_with_dropout arange "
-    "fold scale_gradient grouped_linear histogram".split()
+    "fold scale_gradient grouped_linear histogram batch_norm moving_average".split()
 )
 
 
@@ -470,6 +479,8 @@ def _value_name(node: fx.Node) -> str:
         origin = node.args[0]
         assert isinstance(origin, fx.Node)
         return _value_name(origin) if origin.op == "call_function" and "bucket" not in origin.meta else "part"
+    if "called" in node.meta:
+        return str(node.meta["called"])
     module = node.meta.get("module") or ""
     if base in ("linear", "embedding", "layer_norm", "rms_norm") and module:
         parts = module.split(".")

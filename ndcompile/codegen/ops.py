@@ -25,11 +25,13 @@ INFIX = {
 }  # fmt: skip
 FUNCTIONAL = frozenset(
     "linear gelu silu relu layer_norm rms_norm softplus leaky_relu elu hardtanh mish hardswish "
-    "scaled_dot_product_attention".split()
+    "scaled_dot_product_attention conv1d conv2d conv3d max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d "
+    "avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d".split()
 )
 TORCH = frozenset(
     "rsqrt sqrt exp log sin cos tanh sigmoid abs erf where cumsum diff tril triu maximum minimum logical_and "
-    "logical_or logical_not bmm addmm baddbmm reciprocal log1p expm1 floor clamp isnan isinf zeros_like".split()
+    "logical_or logical_not bmm addmm baddbmm reciprocal log1p expm1 floor clamp isnan isinf "
+    "slice_scatter select_scatter index_put lerp min max".split()
 )
 METHODS = frozenset(
     "transpose permute unsqueeze squeeze t detach masked_fill amax amin argmax any all var select topk argsort "
@@ -76,7 +78,8 @@ class Writer:
                 return self.device
             if "of" in value.meta:
                 of, dims = value.meta["of"]
-                return f"({' * '.join(self.sizes.whole(of, dim) for dim in dims)})"
+                less = f" - {value.meta['less']}" if value.meta.get("less") else ""
+                return f"({' * '.join(self.sizes.whole(of, dim) for dim in dims)}{less})"
             if "size" in value.meta:
                 text = self.sizes.expression(value.meta["size"])
                 return text if text.isidentifier() else f"({text})"
@@ -239,6 +242,24 @@ def _layer_norm(w: Writer, node: fx.Node) -> str:
     return f"F.{base}({w.text(node.args[0])}, ({shape}), {', '.join(rest)}, eps={given['eps']})"
 
 
+def _batch_norm(w: Writer, node: fx.Node) -> str:
+    given = arguments(node)
+    listed = [w.text(given[k]) for k in ("centred", "variance", "weight", "bias")]
+    return f"batch_norm({', '.join(listed)}, eps={given['eps']})"
+
+
+def _kept_batch_norm(w: Writer, node: fx.Node) -> str:
+    given = arguments(node)
+    listed = [w.text(given[k]) for k in ("input", "running_mean", "running_var", "weight", "bias")]
+    return f"F.batch_norm({', '.join(listed)}, eps={given['eps']})"
+
+
+def _group_norm(w: Writer, node: fx.Node) -> str:
+    given = arguments(node)
+    listed = [w.text(given[k]) for k in ("input", "num_groups", "weight", "bias")]
+    return f"F.group_norm({', '.join(listed)}, eps={given['eps']})"
+
+
 def _reduction(name: str) -> Callable[[Writer, fx.Node], str]:
     def write(w: Writer, node: fx.Node) -> str:
         given = arguments(node)
@@ -277,6 +298,10 @@ SPECIAL: dict[str, Callable[[Writer, fx.Node], str]] = {
     "runtime.cross_entropy": _cross_entropy,
     "runtime.dropout": _dropout,
     "runtime.attention_with_dropout": _attention_with_dropout,
+    "runtime.batch_norm": _batch_norm,
+    "runtime.moving_average": lambda w, n: f"moving_average({w.listed(n)})",
+    "aten.batch_norm.default": _kept_batch_norm,
+    "aten.group_norm.default": _group_norm,
     "aten.layer_norm.default": _layer_norm,
     "aten.rms_norm.default": _layer_norm,
     "aten.sum.default": _reduction("sum"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from ndcompile.rules.notation import Call, Dims, Rule, RuleError, Signature, line
 from ndcompile.rules.views import along
 from ndcompile.size import ONE, Shape
@@ -19,14 +21,30 @@ def normalised(call: Call) -> Signature:
 def lookup(call: Call) -> Signature:
     """`index(x, [i, j, …])` with integer tensors: the looked-up dims are whole, the indices' dims broadcast."""
     source, *indices = call.operands
+    table, listed, result = _indexed(call, source, indices, "")
+    return line(f"f({table}, {', '.join(listed)}) -> {' '.join(result)}")(call)
+
+
+def placed(call: Call) -> Signature:
+    """`index_put(x, [i, j, …], v)` with integer tensors: what they index is whole, and so are their own dims."""
+    if any(index is not None and index.meta.get("dtype") == torch.bool for index in call.arguments["indices"]):
+        raise RuleError("index_put with a mask has no rule: where a value goes depends on the whole mask")
+    source, *indices, values = call.operands
+    table, listed, result = _indexed(call, source, indices, "!")
+    factors = "".join(f"({index})" for index in (*listed, " ".join(result[len(result) - len(values) :])))
+    return line(f"({table}) + {factors} -> {table}")(call)
+
+
+def _indexed(call: Call, source: Shape, indices: list[Shape], mark: str) -> tuple[str, list[str], list[str]]:
+    """The dims of the indexed tensor, of each index (with a mark), and of what they find there."""
     given = [index is not None for index in call.arguments["indices"]] + [False] * len(source)
     rank = max(len(shape) for shape in indices)
-    names = [f"i{d}" for d in range(rank)]
+    names = [f"i{d}{mark}" for d in range(rank)]
     table = [f"t{d}!" if given[d] else f"r{d}" for d in range(len(source))]
     kept = [name for name in table if not name.endswith("!")]
     at = given.index(True) if _together(given) else 0
     listed = [" ".join(names[rank - len(shape) :]) for shape in indices]
-    return line(f"f({' '.join(table)}, {', '.join(listed)}) -> {' '.join([*kept[:at], *names, *kept[at:]])}")(call)
+    return " ".join(table), listed, [*kept[:at], *names, *kept[at:]]
 
 
 def _together(given: list[bool]) -> bool:
@@ -49,15 +67,45 @@ def gathered(call: Call) -> Signature:
 
 
 def convolution(call: Call) -> Signature:
-    """Over batch, and over output or input channels; a window needs its neighbours, so space is whole.
+    """`conv1d` to `conv3d` over batch, and over output or input channels.
 
-    Of channels in groups, each group would be its own convolution: they are whole.
+    A window needs its neighbours, so space is whole. So are channels in groups: a shard would need another number of
+    groups.
     """
-    rank = len(call.operands[0]) - 2
-    space, window, out = (" ".join(f"{letter}{d}!" for d in range(rank)) for letter in "xwy")
-    c, k, o = ("c", "c", "o") if call.arguments["groups"] == 1 else ("c!", "k!", "o!")
-    given, kernel, made = f"n {c} {space}", f"{o} {k} {window}", f"n {o} {out}"
-    return line(f"({given})({kernel}) -> {made}", f"({given})({kernel}) + {o} -> {made}")(call)
+    space = len(call.operands[1]) - 2
+    source, window, target = (" ".join(f"{letter}{d}!" for d in range(space)) for letter in "xwy")
+    c, o, k = ("c", "o", "c") if call.arguments["groups"] == 1 else ("c!", "o!", "k!")
+    batch = "n " if len(call.operands[0]) == space + 2 else ""
+    product = f"({batch}{c} {source})({o} {k} {window})"
+    return line(f"{product} -> {batch}{o} {target}", f"{product} + {o} -> {batch}{o} {target}")(call)
+
+
+def pooled(linear: bool) -> Rule:
+    """Over the last `space` dims, by the name of the op; these are whole."""
+
+    def rule(call: Call) -> Signature:
+        space = int(call.name.split(".")[1][-2])
+        source, target = (" ".join(f"{letter}{d}!" for d in range(space)) for letter in "xy")
+        operand = f"* {source}" if linear else f"f(* {source})"
+        return line(f"{operand} -> * {target}")(call)
+
+    return rule
+
+
+def by_channel(call: Call) -> Signature:
+    """Batch norm with statistics that are given: everything but the input is one number a channel."""
+    return line(f"f(n c *{', c' * (len(call.operands) - 1)}) -> n c *")(call)
+
+
+def by_group(call: Call) -> Signature:
+    """Group norm: a sample's channels and space are whole."""
+    space = " ".join(f"x{d}!" for d in range(len(call.operands[0]) - 2))
+    return line(f"f(n c! {space}{', c!' * (len(call.operands) - 1)}) -> n c! {space}")(call)
+
+
+def batch_norm(call: Call) -> Signature:
+    """The element-by-element part: weight and bias are one number a channel, the variance is of the input's rank."""
+    return line(f"f(n c *, n c *{', c' * (len(call.operands) - 2)}) -> n c *")(call)
 
 
 def embedding(call: Call) -> Signature:
@@ -124,10 +172,16 @@ RULES: dict[str, Rule] = {
     "aten.log_softmax.int": along(default=-1, linear=False),
     "aten.embedding.default": embedding,
     "aten.index.Tensor": lookup,
+    "aten.index_put.default": placed,
     "aten.gather.default": gathered,
-    "aten.conv1d.default": convolution,
-    "aten.conv2d.default": convolution,
-    "aten.conv3d.default": convolution,
+    **{f"aten.conv{n}d.{overload}": convolution for n in (1, 2, 3) for overload in ("default", "padding")},
+    **{f"aten.max_pool{n}d.default": pooled(linear=False) for n in (1, 2, 3)},
+    **{f"aten.avg_pool{n}d.default": pooled(linear=True) for n in (1, 2, 3)},
+    **{f"aten.adaptive_avg_pool{n}d.default": pooled(linear=True) for n in (1, 2, 3)},
+    "aten.batch_norm.default": by_channel,
+    "aten.group_norm.default": by_group,
+    "runtime.batch_norm": batch_norm,
+    "runtime.moving_average": line("f(c, n c *) -> c"),
     "aten.scaled_dot_product_attention.default": attention(*ATTENTION),
     "runtime.attention_with_dropout": attention(*(text.replace(") ->", ", ) ->") for text in ATTENTION)),
     "runtime.cross_entropy": line("f(n v~, n) -> n"),

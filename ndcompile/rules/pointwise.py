@@ -35,7 +35,7 @@ def _named(rule: Rule, names: str) -> dict[str, Rule]:
 
 RULES: dict[str, Rule] = {
     **_named(LINEAR, "neg.default mul.Scalar div.Scalar"),
-    **_named(SUM, "add.Tensor sub.Tensor add.Scalar sub.Scalar rsub.Scalar"),
+    **_named(SUM, "lerp.Scalar add.Tensor sub.Tensor add.Scalar sub.Scalar rsub.Scalar"),
     **_named(PRODUCT, "mul.Tensor"),
     **_named(QUOTIENT, "div.Tensor"),
     **_named(

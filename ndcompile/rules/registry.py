@@ -17,6 +17,9 @@ RULES: dict[str, Rule] = {**views.RULES, **pointwise.RULES, **contract.RULES, **
 """Every rule that is known. `register_rule` adds to it."""
 
 
+STOPS_GRADIENTS = frozenset({"aten.detach.default", "runtime.moving_average"})
+
+
 def op_name(target: Any) -> str:
     """`aten.add.Tensor`, `runtime.dropout`, or `namespace.op.overload` of a user's own op."""
     if isinstance(target, torch._ops.OpOverload):
@@ -59,6 +62,19 @@ def results(graph: fx.GraphModule) -> list[Any]:
     given = graph.graph.output_node().args[0]
     assert isinstance(given, (list, tuple)), "a graph returns a flat list"
     return list(given)
+
+
+def model_results(graph: fx.GraphModule) -> list[Any]:
+    """What the model returns; what its buffers become stands after that."""
+    every = results(graph)
+    return every[: len(every) - len(graph.graph.output_node().meta["updates"])]
+
+
+def updates(graph: fx.GraphModule) -> dict[str, fx.Node]:
+    """The buffers that get a new value, by name, with that value."""
+    names = graph.graph.output_node().meta["updates"]
+    every = results(graph)
+    return dict(zip(names, every[len(every) - len(names) :], strict=True))
 
 
 def signature(node: fx.Node) -> Signature:

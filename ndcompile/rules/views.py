@@ -119,6 +119,15 @@ def select(call: Call) -> Signature:
     return Signature((_dims(names, sizes),), _dims(kept, sizes), sizes, ((0,),), frozenset({0}), whole)
 
 
+def select_scatter(call: Call) -> Signature:
+    """One index of a dim exchanged: that dim is whole; linear in the whole and the part together."""
+    names, sizes = _names(call.operands[0])
+    dim = call.arguments["dim"] % len(names)
+    kept = [name for i, name in enumerate(names) if i != dim]
+    dims, whole = _dims(names, sizes), frozenset({names[dim]})
+    return Signature((dims, _dims(kept, sizes)), dims, sizes, ((0,), (1,)), frozenset({0, 1}), whole)
+
+
 RULES: dict[str, Rule] = {
     "aten.view.default": reshape,
     "aten.reshape.default": reshape,
@@ -147,6 +156,8 @@ RULES: dict[str, Rule] = {
     "aten.slice.Tensor": along(),
     "aten.narrow.default": along(),
     "aten.select.int": select,
+    "aten.slice_scatter.default": along(),
+    "aten.select_scatter.default": select_scatter,
     "aten.split.Tensor": along(),
     "aten.split_with_sizes.default": along(),
     "aten.chunk.default": along(),

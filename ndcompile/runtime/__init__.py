@@ -24,6 +24,7 @@ from ndcompile.runtime.histogram import histogram
 from ndcompile.runtime.lookup import embedding
 from ndcompile.runtime.loss import cross_entropy
 from ndcompile.runtime.mesh import Mesh, Ranks, current, use
+from ndcompile.runtime.norm import batch_norm, moving_average
 from ndcompile.runtime.random import draw_key, dropout, fold, keep_mask, uniform_bits
 from ndcompile.runtime.weights import Bucket, StaleWeights, Weight, weight
 
@@ -44,6 +45,7 @@ __all__ = [
     "all_to_all",
     "arange",
     "attention_with_dropout",
+    "batch_norm",
     "cross_entropy",
     "current",
     "draw_key",
@@ -54,6 +56,7 @@ __all__ = [
     "histogram",
     "invariant",
     "keep_mask",
+    "moving_average",
     "pad",
     "partial",
     "partial_invariant",

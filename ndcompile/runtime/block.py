@@ -116,6 +116,13 @@ class Root:
     def buffer(self, name: str) -> Tensor:
         return self._state.buffers[name]
 
+    @torch.compiler.disable
+    def update(self, values: Mapping[str, Tensor]) -> None:
+        """Write the buffers' new values, which are equal on every rank."""
+        with torch.no_grad():
+            for name, value in values.items():
+                self._state.buffers[name].copy_(value)
+
     @classmethod
     def compile(cls, **options: Any) -> None:
         """Put `torch.compile(…, **options)` around every pure function, once for all equal blocks."""

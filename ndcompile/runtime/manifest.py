@@ -48,7 +48,7 @@ class Manifest:
     """Everything about a program but its text.
 
     `outputs` gives for each result the axes (not data axes) that shard it, with the dim and its whole size (0: equal
-    parts); `multiples` the number of ranks that each symbol must divide by.
+    parts); `updates` the buffers that a forward writes; `multiples` the number of ranks that a symbol must divide by.
     """
 
     mesh: str
@@ -69,6 +69,7 @@ class Manifest:
     autocast_text: str | None = None
     training: bool = True
     random: bool = False
+    updates: list[str] = field(default_factory=list)
     _spec: Any = field(default=None, repr=False)
 
     @property

@@ -46,12 +46,13 @@ class Case:
 
 @dataclass
 class Step:
-    """What one device computes in a step: results, gradients, their norm, and the parameters after it."""
+    """What one device computes in a step: results, gradients, their norm, parameters and buffers after it."""
 
     results: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
     norm: Tensor
     parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
 
 
 @dataclass
@@ -126,7 +127,8 @@ def train(callee: nn.Module, model: nn.Module, batch: Batch, eps: float) -> list
         optimizer.zero_grad()
         held = {k: p.detach().clone() for k, p in model.named_parameters()}
         kept = {k: v.detach().clone() for k, v in results.items() if isinstance(v, Tensor)}
-        steps.append(Step(kept, gradients, norm, held))
+        buffers = {k: b.detach().clone() for k, b in model.named_buffers()}
+        steps.append(Step(kept, gradients, norm, held, buffers))
     return steps
 
 
@@ -155,13 +157,14 @@ def steps_on_mesh(parallel: nn.Module, batch: Batch, eps: float) -> list[Step]:
             {k: None if g is None else whole(g) for k, g in step.gradients.items()},
             whole(step.norm),
             {k: whole(p) for k, p in step.parameters.items()},
+            step.buffers,
         )
         for step in train(parallel, parallel, batch, eps)
     ]
 
 
 def distances(number: int, found: Step, expected: Step) -> dict[str, float]:
-    """How far one step is from another: results, every gradient, the norm, every parameter."""
+    """How far one step is from another: results, every gradient, the norm, every parameter and buffer."""
     assert found.results.keys() == expected.results.keys(), "the same results"
     assert found.gradients.keys() == expected.gradients.keys(), "the same parameters"
     total = expected.norm.double().item()
@@ -175,6 +178,9 @@ def distances(number: int, found: Step, expected: Step) -> dict[str, float]:
     far["gradient norm"] = distance(found.norm, expected.norm, 1e-30)
     for key, parameter in expected.parameters.items():
         far[f"parameter {key}"] = distance(found.parameters[key], parameter, LEARNING_RATE * parameter.numel() ** 0.5)
+    assert found.buffers.keys() >= expected.buffers.keys(), "the same buffers"
+    for key, buffer in expected.buffers.items():
+        far[f"buffer {key}"] = distance(found.buffers[key], buffer, 1e-30)
     return {f"step {number}: {what}": value for what, value in far.items()}
 
 

@@ -26,6 +26,15 @@ def _gpt2(dropout: float) -> dict[str, Any]:
     return sizes | dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=1, eos_token_id=2)
 
 
+def _t5(dropout: float) -> dict[str, Any]:
+    sizes: dict[str, Any] = dict(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=VOCABULARY)
+    return sizes | dict(dropout_rate=dropout, decoder_start_token_id=0, pad_token_id=0, use_cache=False)
+
+
+def _resnet(layer: str) -> dict[str, Any]:
+    return dict(embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2], layer_type=layer, num_labels=5)
+
+
 CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "GPT-2": ("GPT2LMHeadModel", "GPT2Config", _gpt2(0.0)),
     "GPT-2 with dropout": ("GPT2LMHeadModel", "GPT2Config", _gpt2(0.1)),
@@ -41,6 +50,10 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "BERT": ("BertForMaskedLM", "BertConfig", SIZES | NO_DROPOUT),
     "BERT, padded": ("BertForMaskedLM", "BertConfig", SIZES | NO_DROPOUT),
     "ALBERT": ("AlbertForMaskedLM", "AlbertConfig", SIZES | NO_DROPOUT | dict(embedding_size=16)),
+    "T5": ("T5ForConditionalGeneration", "T5Config", _t5(0.0)),
+    "T5 with dropout": ("T5ForConditionalGeneration", "T5Config", _t5(0.1)),
+    "ResNet": ("ResNetForImageClassification", "ResNetConfig", _resnet("basic")),
+    "ResNet, bottlenecks": ("ResNetForImageClassification", "ResNetConfig", _resnet("bottleneck")),
     "ViT": (
         "ViTForImageClassification",
         "ViTConfig",
@@ -63,12 +76,13 @@ def _padded(size: int) -> Batch:
     return batch | dict(attention_mask=there.long(), labels=batch["input_ids"].where(there, -100))
 
 
-def _images(size: int) -> Batch:
-    return {"pixel_values": torch.randn(size, 3, 16, 16), "labels": torch.randint(5, (size,))}
+def _images(size: int, width: int = 16) -> Batch:
+    return {"pixel_values": torch.randn(size, 3, width, width), "labels": torch.randint(5, (size,))}
 
 
 BATCHES: dict[str, Callable[[int], Batch]] = {
     "ViT": _images,
+    **dict.fromkeys(("ResNet", "ResNet, bottlenecks"), lambda size: _images(size, 32)),
     "BERT, padded": _padded,
     "Mixtral, balanced, padded": _padded,
 }

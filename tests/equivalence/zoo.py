@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from tests.equivalence.deep import DEEP
 from tests.equivalence.grouped import GROUPED, VOCABULARY
+from tests.equivalence.images import IMAGES
 from tests.equivalence.odd import ODD
 
 Batch = dict[str, Tensor]
@@ -93,5 +94,5 @@ ZOO: dict[str, Callable[[int], tuple[nn.Module, Batch]]] = {
 }
 """The models of the matrix."""
 
-ALL = ZOO | {name: odd(name) for name in (*ODD, *DEEP)} | {name: grouped(name) for name in GROUPED}
-"""And those of `odd`, `deep` and `grouped`."""
+ALL = ZOO | {name: odd(name) for name in (*ODD, *DEEP)} | {name: grouped(name) for name in GROUPED} | IMAGES
+"""And those of `odd`, `deep`, `grouped` and `images`."""

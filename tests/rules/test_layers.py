@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import fx
 
 from ndcompile.errors import CompileError
 from ndcompile.placement import I, P, R, S
+from ndcompile.rules.registry import signature
 from ndcompile.rules.rows import rows
 from ndcompile.size import Size
-from tests.rules.case import Case, Spec, bools, case, each, every_row_holds, f, ints
+from tests.rules.case import Case, Spec, bools, case, each, every_row_holds, f, ints, positive
 
 B = Size(12, ("b",))
 
 
 def key() -> Spec:
     return Spec((), lambda shape: torch.tensor(1234567), False)
+
+
+def kept(size: int) -> tuple[Spec, Spec]:
+    """A running mean and variance."""
+    return f(size, grad=False), Spec((size,), positive(size).make, False)
 
 
 Q, K, V = (f(2, 4, 6, 3) for _ in range(3))
@@ -41,6 +48,10 @@ CASES: list[Case] = [
     case("aten.index.Tensor", f(6, 4, 5), [ints(7, high=6), None, ints(7, high=5)]),
     case("aten.index.Tensor", f(6, 4, 5, 8), [None, ints(9, high=4), ints(9, high=5)]),
     case("aten.index.Tensor", ints(12, 5, high=9), [ints(1, 6, high=12), ints(4, 1, high=5)]),
+    case("aten.index_put.default", f(6, 4, 5), [ints(3, high=6)], f(3, 4, 5), True),
+    case("aten.index_put.default", f(6, 12), [None, ints(3, high=12)], f(6, 1), True),
+    case("aten.index_put.default", f(6, 4, 12), [ints(2, 1, high=6), ints(3, high=4)], f(12), True),
+    case("aten.index_put.default", f(4, 6, 5), [ints(4, high=4), None, ints(4, high=5)], f(), True),
     case("aten.gather.default", f(4, 6, 5), 1, ints(4, 3, 5, high=6)),
     case("aten.gather.default", f(12, 7), -1, ints(12, 4, high=7)),
     case("aten.gather.default", f(6, 5), 0, ints(4, 5, high=6)),
@@ -52,6 +63,25 @@ CASES: list[Case] = [
     case("aten.conv1d.default", f(4, 6, 8), f(12, 6, 3), f(12), padding=[2]),
     case("aten.conv1d.default", f(3, 12, 8), f(12, 1, 4), None, padding=[3], groups=12),
     case("aten.conv3d.default", f(2, 4, 3, 4, 4), f(6, 4, 2, 2, 2)),
+    case("aten.conv2d.default", f(6, 5, 5), f(12, 6, 3, 3)),
+    case("aten.conv2d.padding", f(4, 6, 5, 5), f(12, 6, 3, 3), f(12), [1, 1], "same"),
+    case("aten.conv1d.padding", f(4, 6, 8), f(12, 6, 3), None, [1], "same"),
+    case("aten.conv3d.padding", f(2, 3, 3, 4, 3), f(4, 3, 2, 2, 2), None, [1, 1, 1], "valid"),
+    case("aten.max_pool1d.default", f(4, 6, 8), [2]),
+    case("aten.max_pool2d.default", f(4, 6, 8, 8), [3, 3], [2, 2], [1, 1]),
+    case("aten.max_pool3d.default", f(12, 2, 4, 4), [2, 2, 2]),
+    case("aten.avg_pool1d.default", f(4, 6, 8), [2]),
+    case("aten.avg_pool2d.default", f(4, 6, 8, 8), [2, 2], [2, 2], [1, 1]),
+    case("aten.avg_pool3d.default", f(4, 6, 2, 4, 4), [2, 2, 2]),
+    case("aten.adaptive_avg_pool1d.default", f(4, 6, 8), [2]),
+    case("aten.adaptive_avg_pool2d.default", f(4, 6, 8, 8), [1, 1]),
+    case("aten.adaptive_avg_pool3d.default", f(4, 6, 2, 4, 4), [1, 2, 2]),
+    case("aten.batch_norm.default", f(4, 6, 3, 3), f(6), f(6), *kept(6), False, 0.1, 1e-5, False),
+    case("aten.batch_norm.default", f(12, 7), None, None, *kept(7), False, 0.1, 1e-5, False),
+    case("aten.group_norm.default", f(4, 6, 3, 3), 3, f(6), f(6)),
+    case("runtime.batch_norm", f(4, 6, 3, 3), positive(1, 6, 1, 1), f(6), f(6), 1e-5),
+    case("runtime.batch_norm", f(12, 7), positive(1, 7), None, None, 1e-5),
+    case("runtime.moving_average", f(6), f(1, 6, 1, 1), 0.1),
     case("aten.scaled_dot_product_attention.default", Q, K, V),
     case("aten.scaled_dot_product_attention.default", Q, K, V, None, 0.0, True),
     case("aten.scaled_dot_product_attention.default", f(2, 5, 6, 3), f(2, 5, 7, 3), f(2, 5, 7, 4), f(6, 7)),
@@ -128,3 +158,19 @@ def test_groups_of_queries_are_sharded_once_their_keys_are() -> None:
 def test_a_convolution_in_groups_shards_its_batch_alone() -> None:
     given = case("aten.conv2d.default", f(4, 12, 5, 5), f(12, 3, 3, 3), groups=4).trial().signature
     assert {row.operands for row in rows(given, 2) if row.factor} == {(S(0), R)}
+
+
+def test_a_mask_that_says_where_values_go_has_no_rule() -> None:
+    with pytest.raises(CompileError, match="index_put with a mask has no rule"):
+        signature(node_of_index_put(torch.bool))
+    assert signature(node_of_index_put(torch.int64))
+
+
+def node_of_index_put(dtype: torch.dtype) -> fx.Node:
+    graph = fx.Graph()
+    x, index, value = (graph.placeholder(name) for name in ("x", "index", "value"))
+    for node, shape in ((x, (Size(6), Size(4))), (index, (Size(6),)), (value, ())):
+        node.meta |= dict(shape=shape, dtype=dtype)
+    put = graph.call_function(torch.ops.aten.index_put.default, (x, [index], value))
+    put.meta |= dict(shape=x.meta["shape"], module="", source=None)
+    return put
