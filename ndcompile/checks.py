@@ -242,13 +242,16 @@ def reduced_exactly_once(graph: fx.GraphModule, mesh: MeshSpec) -> None:
 
 def same_collectives_on_every_rank(graph: fx.GraphModule, mesh: MeshSpec) -> None:
     """Each collective's groups are all ranks, cut along axes of the mesh: every rank takes part, in one order."""
+    complete: dict[tuple[str, ...], bool] = {}
     for node in _ops(graph):
         move = node.meta.get("move")
         if move is None or not {move.conversion.forward, move.conversion.backward} & COLLECTIVES:
             continue
-        unknown = [axis for axis in move.axes if axis not in mesh.names]
-        members = [] if unknown else sorted(rank for group in mesh.groups(*move.axes) for rank in group)
-        if unknown or members != list(range(mesh.world_size)):
+        if move.axes not in complete:
+            unknown = [axis for axis in move.axes if axis not in mesh.names]
+            members = [] if unknown else sorted(rank for group in mesh.groups(*move.axes) for rank in group)
+            complete[move.axes] = members == list(range(mesh.world_size))
+        if not complete[move.axes]:
             over = ", ".join(move.axes)
             raise _broken(f"{move.conversion.name} over {over} leaves ranks out", node, f"the mesh is '{mesh}'")
 

@@ -80,9 +80,11 @@ def parameters_table(program: Program) -> Table:
     table = Table(title="parameters on one rank", show_footer=True)
     table.add_column("layout", "all")
     table.add_column("parameters", str(sum(map(len, sizes.values()))), justify="right")
-    table.add_column("bytes", amount(sum(map(sum, sizes.values()))), justify="right")
+    total = sum(map(sum, sizes.values()))
+    table.add_column("size", amount(total), justify="right")
+    table.add_column("bytes", f"{total:,}", justify="right")
     for layout, found in sorted(sizes.items()):
-        table.add_row(layout, str(len(found)), amount(sum(found)))
+        table.add_row(layout, str(len(found)), amount(sum(found)), f"{sum(found):,}")
     return table
 
 
