@@ -19,7 +19,7 @@ def replace_dropout(graph: fx.GraphModule) -> fx.GraphModule:
     Random numbers that are drawn in any other way are refused.
     """
     _refuse_other_draws(graph)
-    sites = [n for n in graph.graph.nodes if n.target in REPLACED and (n.target is not ATTENTION or _p(n) > 0)]
+    sites = [n for n in graph.graph.nodes if n.target in REPLACED and (n.target not in ATTENTIONS or _p(n) > 0)]
     if not sites:
         return graph
     first = next(n for n in graph.graph.nodes if n.op != "placeholder")
@@ -42,7 +42,8 @@ def replace_dropout(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 ATTENTION = aten.scaled_dot_product_attention.default
-REPLACED = (aten.dropout.default, ATTENTION)
+ATTENTIONS = (ATTENTION, runtime.attention)
+REPLACED = (aten.dropout.default, *ATTENTIONS)
 
 
 def _refuse_other_draws(graph: fx.GraphModule) -> None:
@@ -74,6 +75,11 @@ def _replace(graph: fx.GraphModule, node: fx.Node, key: fx.Node, site: int) -> N
             scale = given["scale"] or tensors[0].meta["sizes"][-1] ** -0.5
             args = (*tensors, given["attn_mask"], given["dropout_p"], key, site, given["is_causal"], scale)
             new = graph.graph.call_function(runtime.attention_with_dropout, args)
+        elif node.target is runtime.attention:
+            named = {k: v for k, v in node.kwargs.items() if k not in ("scale", "dropout_p", "causal")}
+            scale = given["scale"] or given["q"].meta["sizes"][-1] ** -0.5
+            args = (given["q"], given["k"], given["v"], None, given["dropout_p"], key, site, given["causal"], scale)
+            new = graph.graph.call_function(runtime.attention_with_dropout, args, named)
         else:
             new = graph.graph.call_function(runtime.dropout, (given["input"], given["p"], key, site))
     new.meta = dict(node.meta)

@@ -463,8 +463,9 @@ UNSIGNED = frozenset({"_operator.getitem", "runtime.scale_gradient"})
 SHOWN = ("linear", "mm", "matmul", "embedding", "scaled_dot", "attention", "cross_entropy", "layer_norm", "addmm")
 RUNTIME = frozenset(
     "replicate invariant shard partial shard_invariant partial_invariant all_gather all_gather_invariant all_to_all "
-    "pad all_reduce all_reduce_invariant reduce_scatter embedding cross_entropy dropout attention_with_dropout arange "
-    "fold scale_gradient grouped_linear histogram batch_norm moving_average".split()
+    "pad all_reduce all_reduce_invariant reduce_scatter embedding cross_entropy dropout attention "
+    "attention_with_dropout arange fold scale_gradient grouped_linear histogram "
+    "batch_norm moving_average".split()
 )
 
 
@@ -486,10 +487,10 @@ def _value_name(node: fx.Node) -> str:
         parts = module.split(".")
         return _identifier("_".join(parts[-2:]) if parts[-1].isdigit() and len(parts) > 1 else parts[-1])
     return {
-        "scaled_dot_product_attention": "attended", "attention_with_dropout": "attended", "cross_entropy": "losses",
-        "sum": "total", "div": "loss" if not node.meta["shape"] else "ratio", "getitem": "item", "slice": "cut",
-        "pow": "power", "__and__": "both", "index": "picked", "arange": "numbers", "embedding": "embedded",
-        "pad": "padded",
+        "scaled_dot_product_attention": "attended", "attention_with_dropout": "attended", "attention": "attended",
+        "cross_entropy": "losses", "sum": "total", "div": "loss" if not node.meta["shape"] else "ratio",
+        "getitem": "item", "slice": "cut", "pow": "power", "__and__": "both", "index": "picked", "arange": "numbers",
+        "embedding": "embedded", "pad": "padded",
     }.get(base, _identifier(base.strip("_")))  # fmt: skip
 
 

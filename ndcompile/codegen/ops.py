@@ -227,6 +227,10 @@ def _dropout(w: Writer, node: fx.Node) -> str:
     return f"dropout({w.text(x)}, {p}, {w.text(key)}, {site}, shards={_shards(w, node)}{_uneven(w, node)})"
 
 
+def _attention(w: Writer, node: fx.Node) -> str:
+    return f"attention({w.listed(node)})"
+
+
 def _attention_with_dropout(w: Writer, node: fx.Node) -> str:
     return f"attention_with_dropout({w.listed(node)}, shards={_shards(w, node)}{_uneven(w, node)})"
 
@@ -297,6 +301,7 @@ SPECIAL: dict[str, Callable[[Writer, fx.Node], str]] = {
     "aten.embedding.default": _embedding,
     "runtime.cross_entropy": _cross_entropy,
     "runtime.dropout": _dropout,
+    "runtime.attention": _attention,
     "runtime.attention_with_dropout": _attention_with_dropout,
     "runtime.batch_norm": _batch_norm,
     "runtime.moving_average": lambda w, n: f"moving_average({w.listed(n)})",

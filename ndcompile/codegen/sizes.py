@@ -20,6 +20,7 @@ Element = tuple[str, int | str]
 
 HINTS = {
     "scaled_dot_product_attention": {1: "heads", 3: "head_dim"},
+    "attention": {1: "heads", 3: "head_dim"},
     "attention_with_dropout": {1: "heads", 3: "head_dim"},
 }
 CONFIG = {

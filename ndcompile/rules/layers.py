@@ -164,6 +164,19 @@ def _together_again(dims: Dims) -> Dims:
     return dims if len(dims) < 4 else (*dims[:-4], dims[-4] + dims[-3], *dims[-2:])
 
 
+def named_attention(call: Call) -> Signature:
+    """Attention under a mask by name: `prefix` and `padding` are rows of keys, `documents` of queries and keys."""
+    given = {name: value for name in ROWS if (value := call.arguments.get(name)) is not None}
+    shapes = [ROWS[name] for name, value in given.items() if not isinstance(value, int)]
+    lead = "b *" if given.keys() - {"mask", "key"} else "*"
+    tensors = [f"{lead} {dims}" for dims in ("s! d!", "t! d!", "t! e!")]
+    return attention(f"f({', '.join(tensors + shapes)}) -> {lead} s! e!")(call)
+
+
+ROWS = dict(mask="* s! t!", key="", prefix="b t!", padding="b t!", documents="b s!")
+"""What else attention may take, in the order in which it takes them."""
+
+
 RULES: dict[str, Rule] = {
     "aten.layer_norm.default": normalised,
     "aten.rms_norm.default": normalised,
@@ -183,7 +196,8 @@ RULES: dict[str, Rule] = {
     "runtime.batch_norm": batch_norm,
     "runtime.moving_average": line("f(c, n c *) -> c"),
     "aten.scaled_dot_product_attention.default": attention(*ATTENTION),
-    "runtime.attention_with_dropout": attention(*(text.replace(") ->", ", ) ->") for text in ATTENTION)),
+    "runtime.attention": named_attention,
+    "runtime.attention_with_dropout": named_attention,
     "runtime.cross_entropy": line("f(n v~, n) -> n"),
     "runtime.dropout": line("f(*, ) -> *"),
     "runtime.fold": line("f() -> "),

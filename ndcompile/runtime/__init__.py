@@ -1,6 +1,6 @@
 """What emitted modules call; importing it loads torch and nothing of the compiler."""
 
-from ndcompile.runtime.attention import attention_with_dropout
+from ndcompile.runtime.attention import attention, attention_with_dropout
 from ndcompile.runtime.block import Block, Root, State
 from ndcompile.runtime.collectives import (
     all_gather,
@@ -23,6 +23,7 @@ from ndcompile.runtime.grouped import grouped_linear
 from ndcompile.runtime.histogram import histogram
 from ndcompile.runtime.lookup import embedding
 from ndcompile.runtime.loss import cross_entropy
+from ndcompile.runtime.masks import Mask
 from ndcompile.runtime.mesh import Mesh, Ranks, current, use
 from ndcompile.runtime.norm import batch_norm, moving_average
 from ndcompile.runtime.random import draw_key, dropout, fold, keep_mask, uniform_bits
@@ -36,6 +37,7 @@ __all__ = [
     "StaleWeights",
     "Weight",
     "weight",
+    "Mask",
     "Mesh",
     "Ranks",
     "all_gather",
@@ -44,6 +46,7 @@ __all__ = [
     "all_reduce_invariant",
     "all_to_all",
     "arange",
+    "attention",
     "attention_with_dropout",
     "batch_norm",
     "cross_entropy",

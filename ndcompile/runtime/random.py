@@ -38,12 +38,14 @@ def uniform_bits(
     site: int,
     shards: Mapping[int, Ranks] | None = None,
     sizes: Mapping[int, int] | None = None,
+    spans: Mapping[int, tuple[int, int]] | None = None,
 ) -> Tensor:
     """Uniform integers in [0, 2⁵³), int64 `[*shape]`, each a function of (key, site, its index in the global tensor).
 
-    `shards` says over which ranks a dim is sharded: in equal parts, or those of a whole `sizes[dim]`.
+    `shards` says over which ranks a dim is sharded: in equal parts, or those of a whole `sizes[dim]`. Of a dim that no
+    rank shards, `shape` may be the part that starts at `spans[dim][0]`, of a whole `spans[dim][1]`.
     """
-    index = _global_index(shape, shards or {}, sizes or {}, key)
+    index = _global_index(shape, shards or {}, sizes or {}, spans or {}, key)
     return _shift(_mix(fold(key, site) + (index + 1) * _GOLDEN), 64 - _BITS)
 
 
@@ -54,9 +56,10 @@ def keep_mask(
     site: int,
     shards: Mapping[int, Ranks] | None = None,
     sizes: Mapping[int, int] | None = None,
+    spans: Mapping[int, tuple[int, int]] | None = None,
 ) -> Tensor:
     """Which elements dropout keeps, bool `[*shape]`: each with probability `1 − p`."""
-    return uniform_bits(shape, key, site, shards, sizes) >= int(p * 2**_BITS)
+    return uniform_bits(shape, key, site, shards, sizes, spans) >= int(p * 2**_BITS)
 
 
 def dropout(
@@ -66,24 +69,31 @@ def dropout(
     site: int,
     shards: Mapping[int, Ranks] | None = None,
     sizes: Mapping[int, int] | None = None,
+    spans: Mapping[int, tuple[int, int]] | None = None,
 ) -> Tensor:
     """`x` with elements dropped with probability `p` and the rest scaled by `1 / (1 − p)`; see `uniform_bits`."""
     if p == 0:
         return x
     if p == 1:
         return x * 0
-    keep = keep_mask(x.shape, p, key, site, shards, sizes)
+    keep = keep_mask(x.shape, p, key, site, shards, sizes, spans)
     return torch.where(keep, x * (1 / (1 - p)), 0)
 
 
-def _global_index(shape: Sequence[int], shards: Mapping[int, Ranks], sizes: Mapping[int, int], key: Tensor) -> Tensor:
+def _global_index(
+    shape: Sequence[int],
+    shards: Mapping[int, Ranks],
+    sizes: Mapping[int, int],
+    spans: Mapping[int, tuple[int, int]],
+    key: Tensor,
+) -> Tensor:
     """The row-major index in the global tensor of each element of this rank's part.
 
     It starts from a zero that is computed from `key`: inductor does arithmetic on constants and ranges alone in int32.
     """
     index = key - key
     for dim, length in enumerate(shape):
-        start, whole = 0, length
+        start, whole = spans.get(dim, (0, length))
         axis = shards.get(dim)
         if axis is not None and dim in sizes:
             start, whole = axis.start(sizes[dim]), sizes[dim]

@@ -1,10 +1,11 @@
-"""A mask gets a name only where it is that mask at every size that could tell."""
+"""A mask gets a name only where it is that mask at every size and for every row that could tell."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
@@ -12,105 +13,181 @@ from torch.nn import functional as F
 from ndcompile.capture import capture
 from ndcompile.inputs import Inputs
 from ndcompile.passes.drop_noops import drop_noops
-from ndcompile.passes.recognise_masks import recognise_masks
+from ndcompile.passes.recognise_masks import ATTENTION, recognise_masks
 from ndcompile.rules.registry import arguments
+from ndcompile.runtime import attention
 
-Mask = Callable[[Tensor], Tensor]
+Rule = Callable[[Tensor], Tensor]
+"""From ids `[b, s]` to a mask."""
 
 
 class Attention(nn.Module):
-    """Attention of tokens to each other under a mask made from the ids' shape, or from the ids."""
+    """Attention of tokens to each other, once under each mask that is made from the ids' shape, or from the ids."""
 
-    def __init__(self, mask: Mask) -> None:
+    def __init__(self, *masks: Rule) -> None:
         super().__init__()
         self.tokens = nn.Embedding(7, 4)
-        self.mask = mask
+        self.masks = masks
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> list[Tensor]:
         x = self.tokens(ids)[:, None]
-        return F.scaled_dot_product_attention(x, x, x, attn_mask=self.mask(ids))
+        return [F.scaled_dot_product_attention(x, x, x, attn_mask=mask(ids)) for mask in self.masks]
 
 
-def places(ids: Tensor) -> tuple[Tensor, Tensor]:
-    at = torch.arange(ids.shape[1], device=ids.device)
-    return at[:, None], at[None, :]
+def attentions(model: nn.Module, batch: Any) -> list[fx.Node]:
+    graph = recognise_masks(drop_noops(capture(model, Inputs.of(batch)).graph), dict(model.named_buffers()))
+    return [node for node in graph.graph.nodes if node.target in (ATTENTION, attention)]
 
 
-def causal(ids: Tensor) -> Tensor:
-    q, k = places(ids)
-    return q >= k
+def name_of(node: fx.Node) -> dict[str, Any] | str:
+    """The parts of the name, rows by the name of their node; or why it stays dense."""
+    if node.target is attention:
+        return {k: shown(v) for k, v in node.kwargs.items() if k != "scale"}
+    given = arguments(node)
+    if given["attn_mask"] is None:
+        return {"causal": True} if given["is_causal"] else {}
+    return str(node.meta.get("dense_mask", "has no queries"))
 
 
-def additive_causal(ids: Tensor) -> Tensor:
-    q, k = places(ids)
-    return torch.where(q >= k, 0.0, torch.finfo(torch.float32).min)
+def shown(part: Any) -> Any:
+    return re.sub(r"_\d+$", "", str(part)) if isinstance(part, fx.Node) else part
 
 
-def everything(ids: Tensor) -> Tensor:
-    q, k = places(ids)
-    return q + k >= 0
+def names(masks: Sequence[Rule]) -> list[dict[str, Any] | str]:
+    return [name_of(node) for node in attentions(Attention(*masks), IDS)]
 
 
-def window(width: int) -> Mask:
+IDS = torch.ones(2, 6, dtype=torch.long)
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+
+def rule(allowed: Callable[[Tensor, Tensor], Tensor]) -> Rule:
+    """A mask of positions `[s, 1]` and `[1, s]`."""
+
     def mask(ids: Tensor) -> Tensor:
-        q, k = places(ids)
-        return (q >= k) & (q - k < width)
+        at = torch.arange(ids.shape[1], device=ids.device)
+        return allowed(at[:, None], at[None, :])
 
     return mask
 
 
-def anticausal(ids: Tensor) -> Tensor:
-    q, k = places(ids)
-    return q <= k
+def rows(allowed: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Rule:
+    """A mask of positions and ids, `[b, 1, s, s]`."""
+    return lambda ids: rule(lambda q, k: allowed(q, k, ids))(ids)[:, None]
 
 
-def shifted(ids: Tensor) -> Tensor:
-    q, k = places(ids)
-    return q >= k - 1
+def added(mask: Rule, fill: float) -> Rule:
+    return lambda ids: torch.where(mask(ids), 0.0, fill)
 
 
-def padding(ids: Tensor) -> Tensor:
-    return (ids != 0)[:, None, None, :]
+def same(ids: Tensor) -> Tensor:
+    return ids[:, :, None] == ids[:, None, :]
 
 
-def bias(ids: Tensor) -> Tensor:
-    q, k = places(ids)
-    return -(q - k).abs().float()
+def keys(row: Tensor) -> Tensor:
+    return row[:, None, :]
 
 
-def attention_of(mask: Mask) -> fx.Node:
-    graph = capture(Attention(mask), Inputs.of(torch.ones(2, 6, dtype=torch.long))).graph
-    return recognise_masks(drop_noops(graph)).graph.find_nodes(
-        op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
-    )[0]
+def restarts(ids: Tensor) -> Tensor:
+    """Which document each token is in, of positions that restart."""
+    return (ids.diff(dim=1, prepend=ids[:, :1] - 1) != 1).cumsum(1)
 
 
-@pytest.mark.parametrize("mask", [causal, additive_causal])
-def test_causal_masks_are_named(mask: Mask) -> None:
-    given = arguments(attention_of(mask))
-    assert given["attn_mask"] is None and given["is_causal"]
+LOWEST = torch.finfo(torch.float32).min
+causal = rule(lambda q, k: q >= k)
+padded = rows(lambda q, k, ids: (q >= k) & keys(ids != 0))
+
+NAMED: dict[str, tuple[Rule, dict[str, Any]]] = {
+    "causal": (causal, {"causal": True}),
+    "causal, the other way round": (rule(lambda q, k: ~(k > q)), {"causal": True}),
+    "causal, lowest added": (added(causal, LOWEST), {"causal": True}),
+    "causal, minus infinity added": (added(causal, -torch.inf), {"causal": True}),
+    "causal by tril": (lambda ids: same(ids)[:1].logical_or(~same(ids)[:1]).tril(), {"causal": True}),
+    "everything": (rule(lambda q, k: q + k >= 0), {}),
+    "window": (rule(lambda q, k: (q >= k) & (q - k < 3)), {"causal": True, "window": 3}),
+    "window, up to and with": (rule(lambda q, k: (q >= k) & (q - k <= 3)), {"causal": True, "window": 4}),
+    "window from the key's side": (rule(lambda q, k: (k <= q) & (k > q - 3)), {"causal": True, "window": 3}),
+    "window on both sides": (rule(lambda q, k: (q - k).abs() <= 2), {"window": 3}),
+    "window of 40": (rule(lambda q, k: (q >= k) & (q - k < 40)), {"causal": True, "window": 40}),
+    "window of 4096": (rule(lambda q, k: (q >= k) & (q - k < 4096)), {"causal": True, "window": 4096}),
+    "window of 262144": (rule(lambda q, k: (q >= k) & (q - k <= 262144)), {"causal": True, "window": 262145}),
+    "window, lowest added": (
+        added(rule(lambda q, k: (q >= k) & (q - k < 3)), LOWEST),
+        {"causal": True, "window": 3},
+    ),
+    "chunks": (rule(lambda q, k: (q >= k) & (q // 3 == k // 3)), {"causal": True, "chunk": 3}),
+    "chunks of 8192": (rule(lambda q, k: (q >= k) & (q // 8192 == k // 8192)), {"causal": True, "chunk": 8192}),
+    "chunks and a window": (
+        rule(lambda q, k: (q >= k) & (q // 5 == k // 5) & (q - k < 3)),
+        {"causal": True, "window": 3, "chunk": 5},
+    ),
+    "two windows": (rule(lambda q, k: (q >= k) & (q - k < 9) & (q - k < 4)), {"causal": True, "window": 4}),
+    "prefix of 4": (rule(lambda q, k: (q >= k) | (k < 4)), {"causal": True, "prefix": 4}),
+    "prefix of 4 among themselves": (rule(lambda q, k: (q >= k) | ((k < 4) & (q < 4))), {"causal": True, "prefix": 4}),
+    "prefix of rows": (rows(lambda q, k, ids: (q >= k) | keys(ids != 0)), {"causal": True, "prefix": "ids"}),
+    "padding": (lambda ids: (ids != 0)[:, None, None, :], {"padding": "ids"}),
+    "padding by another id": (lambda ids: (ids != 5)[:, None, None, :], {"padding": "ne"}),
+    "padding by a large id": (lambda ids: (ids != 50256)[:, None, None, :], {"padding": "ne"}),
+    "padding, minus infinity added": (added(padded, -torch.inf), {"causal": True, "padding": "ids"}),
+    "causal and padding": (padded, {"causal": True, "padding": "ids"}),
+    "documents": (rows(lambda q, k, ids: same(ids)), {"documents": "ids"}),
+    "packed positions": (
+        rows(lambda q, k, ids: (q >= k) & same(restarts(ids))),
+        {"causal": True, "documents": "cumsum"},
+    ),
+    "packed, causal by position": (
+        rows(lambda q, k, ids: (ids[:, :, None] >= keys(ids)) & same(restarts(ids))),
+        {"causal": True, "documents": "cumsum"},
+    ),
+    "all at once": (
+        rows(lambda q, k, ids: (q >= k) & (q - k < 100) & same(ids) & keys(ids != 0)),
+        {"causal": True, "window": 100, "padding": "ids", "documents": "ids"},
+    ),
+}  # fmt: skip
 
 
-def test_a_mask_that_lets_all_through_is_dropped() -> None:
-    given = arguments(attention_of(everything))
-    assert given["attn_mask"] is None and not given["is_causal"]
+def test_masks_that_get_a_name() -> None:
+    found = names([mask for mask, _ in NAMED.values()])
+    assert dict(zip(NAMED, found, strict=True)) == {name: parts for name, (_, parts) in NAMED.items()}
 
 
-@pytest.mark.parametrize(
-    "mask", [window(3), window(40), window(4096), window(5000), anticausal, shifted, padding, bias]
-)
-def test_other_masks_stay_tensors(mask: Mask) -> None:
-    given = arguments(attention_of(mask))
-    assert isinstance(given["attn_mask"], fx.Node) and not given["is_causal"]
+OTHER = "no named masks together are equal to it"
+UNIFORM = "where a row lets nothing through, what it adds is finite: attention is uniform there"
+ADDS = "it adds other numbers than 0 and the lowest"
+
+DENSE: dict[str, tuple[Rule, str]] = {
+    "the future": (rule(lambda q, k: q <= k), OTHER),
+    "causal, one further": (rule(lambda q, k: q >= k - 1), OTHER),
+    "causal but for one entry": (rule(lambda q, k: (q >= k) & ~((q == 5) & (k == 2))), OTHER),
+    "causal but for one far entry": (rule(lambda q, k: (q >= k) & ~((q == 3000) & (k == 2999))), OTHER),
+    "causal and one entry more": (rule(lambda q, k: (q >= k) | ((q == 4) & (k == 11))), OTHER),
+    "a window that starts late": (rule(lambda q, k: (q >= k) & ((q - k < 4) | (q < 9))), OTHER),
+    "a window and the first token": (rule(lambda q, k: (q >= k) & ((q - k < 4) | (k == 0))), OTHER),
+    "a window of another width far out": (rule(lambda q, k: (q >= k) & (q - k < torch.where(q < 700, 4, 5))), OTHER),
+    "every other": (rule(lambda q, k: (q >= k) & ((q - k) % 2 == 0)), OTHER),
+    "a prefix but for the first": (rule(lambda q, k: (q >= k) | ((k < 4) & (q > 0))), OTHER),
+    "padding on queries": (lambda ids: (ids != 0)[:, None, :, None], OTHER),
+    "padding but for the first key": (rows(lambda q, k, ids: (q >= k) & keys(ids != 0) | (k == 0)), OTHER),
+    "padded rows unmasked": (rows(lambda q, k, ids: (q >= k) & keys(ids != 0) | ~(ids != 0)[:, :, None]), OTHER),
+    "documents that end in the next": (rows(lambda q, k, ids: (q >= k) & (ids[:, :, None] >= keys(ids))), OTHER),
+    "documents of the neighbour": (rows(lambda q, k, ids: same(ids) | (ids[:, :, None] == keys(ids + 1))), OTHER),
+    "images see themselves": (rows(lambda q, k, ids: (q >= k) | (same(ids) & keys(ids != 0))), OTHER),
+    "two key masks": (
+        rows(lambda q, k, ids: (q >= k) & keys(ids != 4) & keys(ids.flip(1) != 0)),
+        "it has two masks of one kind in it",
+    ),
+    "padding, lowest added": (added(padded, LOWEST), UNIFORM),
+    "a bias": (rule(lambda q, k: -(q - k).abs().float()), ADDS),
+    "a billion added": (added(causal, -1e9), ADDS),
+    "heads apart": (
+        rule(lambda q, k: (q >= k) & ((q - k)[None] < torch.arange(2, 4, device=q.device)[:, None, None])),
+        "heads have masks of their own",
+    ),
+}
 
 
-def test_no_tensor_of_a_llama_is_sequence_by_sequence() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, use_cache=False
-    )
-    ids = torch.ones(2, 6, dtype=torch.long)
-    graph = capture(LlamaForCausalLM(config), Inputs.of({"input_ids": ids, "labels": ids})).graph
-    nodes = recognise_masks(drop_noops(graph)).graph.nodes
-    assert [n for n in nodes if list(map(str, n.meta.get("sizes", ()))).count("s") > 1] == []
+def test_masks_that_get_none() -> None:
+    found = names([mask for mask, _ in DENSE.values()])
+    assert dict(zip(DENSE, found, strict=True)) == {name: why for name, (_, why) in DENSE.items()}

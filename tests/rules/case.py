@@ -16,7 +16,6 @@ from ndcompile import runtime
 from ndcompile.rules.registry import arguments, operands, signature
 from ndcompile.rules.trial import Outputs, Place, Trial, one_by_one
 from ndcompile.runtime import loss
-from ndcompile.runtime.attention import attention_with_dropout
 from ndcompile.runtime.factory import arange
 from ndcompile.runtime.mesh import Ranks
 from ndcompile.size import Size
@@ -73,7 +72,8 @@ class Case:
     def target(self) -> Callable[..., Any]:
         space, name, *overload = self.op.split(".")
         if space == "runtime":
-            return {"attention_with_dropout": attention_with_dropout}.get(name) or getattr(runtime, name)
+            made: Callable[..., Any] = getattr(runtime, name)
+            return made
         found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), name), overload[0])
         return found
 

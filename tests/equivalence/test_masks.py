@@ -1,0 +1,63 @@
+"""Named masks on meshes against one device, and against the dense masks that they were captured as."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from ndcompile.capture import capture
+from ndcompile.inputs import Inputs
+from ndcompile.passes.drop_noops import drop_noops
+from ndcompile.passes.follow_device import follow_device
+from ndcompile.passes.recognise_masks import recognise_masks
+from ndcompile.reference import run
+from ndcompile.runtime import attention
+from tests.equivalence.compare import BAR, Case, distance, make
+from tests.equivalence.masks import MASKED
+from tests.equivalence.test_matrix import check
+from tests.equivalence.zoo import Batch
+
+COVER = {
+    2: [Case(model, mesh) for mesh in ("dp_shard=2", "tp=2") for model in MASKED],
+    4: [
+        Case(model, "dp_shard=2, tp=2")
+        for model in ("Mistral, padded left", "Mistral, packed", "Phi-3, padded right", "BERT, padded",
+                      "windowed documents with dropout", "unnamed mask")
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.equivalence
+@pytest.mark.parametrize("world_size", COVER)
+def test_named_masks_equal_one_device(world_size: int, tmp_path: Path) -> None:
+    check(world_size, COVER[world_size], tmp_path)
+
+
+DENSE = [name for name in MASKED if "dropout" not in name and name != "unnamed mask"]
+
+
+@pytest.mark.parametrize("name", [*DENSE, "Mistral"])
+def test_a_named_mask_computes_what_the_dense_one_does(name: str) -> None:
+    """Results and gradients of the captured graph, on samples that are longer than those it was captured with."""
+    model, batch = make(Case(name, ""))
+    longer = {k: torch.cat([v, v.flip(0), v[:, :3]], 1) for k, v in batch.items()}
+    graph = follow_device(drop_noops(capture(model, Inputs.of(batch), float64=True).graph))
+    theirs = measured(graph, model, longer)
+    recognise_masks(graph)
+    assert graph.graph.find_nodes(op="call_function", target=attention), "it has a name"
+    ours = measured(graph, model, longer)
+    total = sum(g.square().sum() for g in theirs).sqrt().item()
+    far = [distance(a, b, 1e-6 * total) for a, b in zip(ours, theirs, strict=True)]
+    assert max(far) < BAR[True]
+
+
+def measured(graph: fx.GraphModule, model: nn.Module, batch: Batch) -> list[Tensor]:
+    """All results, then all gradients."""
+    results: list[Any] = [value for value in run(graph, model, batch) if isinstance(value, Tensor)]
+    loss = next(value for value in results if not value.dim())
+    gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return [*results, *(g for g in gradients if g is not None)]

@@ -1,0 +1,92 @@
+"""Attention under a named mask is torch's under that mask as a dense one, values and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from ndcompile.runtime import attention, attention_with_dropout, keep_mask
+
+FAR = 1e-10
+Parts = dict[str, Any]
+
+
+@st.composite
+def parts(draw: st.DrawFn, b: int, s: int) -> Parts:
+    """Some of the parts, with rows that are all padding, ids that return, windows and chunks wider than all."""
+    rows = torch.tensor(draw(st.lists(st.lists(st.integers(0, 2), min_size=s, max_size=s), min_size=3, max_size=3)))
+    wide = st.integers(1, s + 3)
+    found: Parts = dict(causal=draw(st.booleans()))
+    for name, value in dict(window=draw(wide), chunk=draw(wide), padding=rows, documents=rows.flip(0)).items():
+        if draw(st.booleans()):
+            found[name] = value[:b] if isinstance(value, Tensor) else value
+    if found["causal"] and draw(st.booleans()):
+        found["prefix"] = draw(st.sampled_from([s // 2, rows[:b].flip(1)]))
+    return found
+
+
+def dense(b: int, s: int, parts: Parts) -> Tensor:
+    """The mask by its definition, an entry at a time."""
+    mask = torch.ones(b, 1, s, s, dtype=torch.bool)
+    prefix, window, chunk = (parts.get(name) for name in ("prefix", "window", "chunk"))
+    for i in range(b):
+        for q in range(s):
+            for k in range(s):
+                shared = prefix is not None and bool(k < prefix if isinstance(prefix, int) else prefix[i, k] != 0)
+                sees = not parts.get("causal") or k <= q or shared
+                sees &= window is None or -window < q - k < window
+                sees &= chunk is None or q // chunk == k // chunk
+                sees &= "padding" not in parts or bool(parts["padding"][i, k] != 0)
+                sees &= "documents" not in parts or bool(parts["documents"][i, q] == parts["documents"][i, k])
+                mask[i, 0, q, k] = sees
+    return mask
+
+
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def draw_tensors(b: int, h: int, g: int, s: int) -> Three:
+    torch.manual_seed(s)
+    q, k, v = (torch.randn(b, heads, s, d, dtype=torch.float64) for heads, d in ((h, 4), (g, 4), (g, 3)))
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def results(out: Tensor, tensors: Three) -> list[Tensor]:
+    weights = torch.arange(out.numel(), dtype=out.dtype).reshape(out.shape).cos()
+    return [out, *torch.autograd.grad((out * weights).sum(), tensors)]
+
+
+def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= FAR * max(b.norm().item(), 1.0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), b=st.integers(1, 3), g=st.integers(1, 2), times=st.integers(1, 2), s=st.integers(1, 9))
+def test_named_masks_are_the_dense_ones(data: st.DataObject, b: int, g: int, times: int, s: int) -> None:
+    named = data.draw(parts(b, s))
+    tensors = draw_tensors(b, g * times, g, s)
+    block = data.draw(st.integers(1, s + 1))
+    ours = attention(*tensors, **named, scale=0.7, block=block)
+    theirs = F.scaled_dot_product_attention(*tensors, dense(b, s, named), scale=0.7, enable_gqa=True)
+    assert_equal(results(ours, tensors), results(theirs, tensors))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), b=st.integers(1, 3), s=st.integers(1, 8))
+def test_blocks_drop_what_the_whole_drops(data: st.DataObject, b: int, s: int) -> None:
+    named = data.draw(parts(b, s))
+    tensors, key = draw_tensors(b, 2, 2, s), torch.tensor(5)
+    block = data.draw(st.integers(1, s + 1))
+    ours = attention_with_dropout(*tensors, None, 0.4, key, 2, **named, block=block)
+    q, k, v = tensors
+    scores = ((q / 2) @ k.mT).masked_fill(~dense(b, s, named), -torch.inf)
+    nothing = ~dense(b, s, named).any(-1, keepdim=True)
+    shares = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+    theirs = (shares * keep_mask(shares.shape, 0.4, key, 2) / 0.6) @ v
+    assert_equal(results(ours, tensors), results(theirs, tensors))
