@@ -1,4 +1,4 @@
-"""Models of the sizes that people train, on meta tensors: what a rank holds against arithmetic by hand, and the cost."""
+"""Models of the sizes that people train, on meta tensors: what a rank holds against arithmetic, and the cost."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.equivalence.zoo import Batch, masked
 
 VOCABULARY = 131
 SIZES: dict[str, Any] = dict(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY,
+    hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=VOCABULARY,
     use_cache=False, max_position_embeddings=32,
 )  # fmt: skip
 GROUPED: dict[str, Any] = SIZES | dict(num_key_value_heads=2, head_dim=8)
@@ -22,7 +22,7 @@ NO_DROPOUT: dict[str, Any] = dict(hidden_dropout_prob=0.0, attention_probs_dropo
 
 
 def _gpt2(dropout: float) -> dict[str, Any]:
-    sizes: dict[str, Any] = dict(n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=VOCABULARY, use_cache=False)
+    sizes: dict[str, Any] = dict(n_embd=32, n_layer=3, n_head=4, n_positions=32, vocab_size=VOCABULARY, use_cache=False)
     return sizes | dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=1, eos_token_id=2)
 
 
@@ -43,7 +43,7 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen3": ("Qwen3ForCausalLM", "Qwen3Config", GROUPED),
     "Mistral": ("MistralForCausalLM", "MistralConfig", GROUPED | dict(sliding_window=4)),
     "Phi-3": ("Phi3ForCausalLM", "Phi3Config", SIZES | dict(num_key_value_heads=2, pad_token_id=0, eos_token_id=2)),
-    "Gemma-2": ("Gemma2ForCausalLM", "Gemma2Config", GROUPED),
+    "Gemma-2": ("Gemma2ForCausalLM", "Gemma2Config", GROUPED | dict(num_hidden_layers=6, sliding_window=4)),
     "Mixtral": ("MixtralForCausalLM", "MixtralConfig", EXPERTS),
     "Mixtral, balanced": ("MixtralForCausalLM", "MixtralConfig", EXPERTS | BALANCED),
     "Mixtral, balanced, padded": ("MixtralForCausalLM", "MixtralConfig", EXPERTS | BALANCED),
