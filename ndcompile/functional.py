@@ -144,7 +144,7 @@ class _Names:
         build = Builder(self.graph, node)
         with self.graph.inserting_before(node):
             value = _new_value(build, node, values, self._buffer(name))
-            if value is values[_changed(node)]:
+            if _plain(value) is _plain(values[_changed(node)]):
                 return
             written = [(name, value)]
             while name in self.viewed:
@@ -224,6 +224,13 @@ def _stopped(graph: fx.Graph, value: fx.Node) -> fx.Node:
         return value
     with graph.inserting_after(value):
         return Builder(graph, value)(aten.detach.default, value, sizes=value.meta["sizes"], dtype=value.meta["dtype"])
+
+
+def _plain(value: fx.Node) -> fx.Node:
+    """The value without what stops a gradient that it does not carry."""
+    while value.target is aten.detach.default and not carries(value.all_input_nodes[0]):
+        value = value.all_input_nodes[0]
+    return value
 
 
 def carries(value: fx.Node) -> bool:

@@ -45,7 +45,7 @@ def on_one_device(program: Program, sample: Sample, domain: Domain) -> list[Step
     """The reference graph; draws the cotangents of its results into the sample."""
 
     def run() -> list[Step]:
-        leaves = sample.leaves(lambda name, whole: whole)
+        leaves, own = sample.leaves(lambda name, whole: whole), sample.with_own_buffers()
         scales = [1 / n for n in cotangent_scales(program)]
 
         def backward(found: Sequence[Any], number: int) -> None:
@@ -53,7 +53,13 @@ def on_one_device(program: Program, sample: Sample, domain: Domain) -> list[Step
             pairs = [(y, g * s) for y, g, s in zip(found, cotangents, scales, strict=True) if g is not None]
             _backward(pairs)
 
-        return _train(leaves, lambda inputs: walk(program.reference, sample, leaves, inputs), backward, sample, _norm)
+        def forward(inputs: Sequence[Tensor]) -> Sequence[Any]:
+            found = walk(program.reference, own, leaves, inputs)
+            names = program.manifest.updates
+            own.buffers.update(zip(names, found[len(found) - len(names) :], strict=True))
+            return found
+
+        return _train(leaves, forward, backward, sample, _norm)
 
     with sdpa_kernel(SDPBackend.MATH):
         return run_one(domain, run)
@@ -65,11 +71,11 @@ def on_ranks(program: Program, sample: Sample, domain: Domain, source: str | Non
 
     def run(rank: int) -> list[Step]:
         leaves = sample.leaves(lambda name, whole: part(whole, program.manifest.parameters[name].dims, mesh, rank))
-        root = emitted(program, source, rank, leaves, sample)
+        own = sample.with_own_buffers()
+        root = emitted(program, source, rank, leaves, own)
 
         def forward(inputs: Sequence[Tensor]) -> Sequence[Any]:
-            mine = [part(x, d, mesh, rank) for x, d in zip(inputs, input_dims(program), strict=True)]
-            return root.forward(*mine, *([sample.key] if program.manifest.random else []))
+            return forward_of(root, program, own, inputs, rank)
 
         def backward(found: Sequence[Any], number: int) -> None:
             wholes = sample.drawn[number]
@@ -88,6 +94,13 @@ def on_ranks(program: Program, sample: Sample, domain: Domain, source: str | Non
 
 def emitted(program: Program, source: str | None, rank: int, leaves: Mapping[str, Tensor], sample: Sample) -> Root:
     return execute(source or str(program), program.manifest, mesh_of(program.mesh, rank), leaves, sample.buffers)
+
+
+def forward_of(root: Root, program: Program, own: Sample, inputs: Sequence[Tensor], rank: int) -> list[Any]:
+    """What the text returns for this rank's part of the inputs, and what it makes of the rank's own buffers."""
+    mine = [part(x, d, program.mesh, rank) for x, d in zip(inputs, input_dims(program), strict=True)]
+    found = root.forward(*mine, *([own.key] if program.manifest.random else []))
+    return [*found, *(own.buffers[name].clone() for name in program.manifest.updates)]
 
 
 def walk(graph: fx.GraphModule, sample: Sample, leaves: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Any]:

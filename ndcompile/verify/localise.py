@@ -16,7 +16,7 @@ from ndcompile.program import Program
 from ndcompile.rules.registry import describe, op_name, results
 from ndcompile.verify.arithmetic import Domain
 from ndcompile.verify.compare import BAR, Difference
-from ndcompile.verify.execute import cotangent_scales, emitted, input_dims, result_layouts
+from ndcompile.verify.execute import cotangent_scales, emitted, forward_of, result_layouts
 from ndcompile.verify.lockstep import run_one, run_ranks
 from ndcompile.verify.places import first_wrong, part
 from ndcompile.verify.sample import Sample
@@ -105,10 +105,10 @@ def _reference(program: Program, sample: Sample, domain: Domain) -> dict[str, Va
 def _traced(program: Program, sample: Sample, text: str, rank: int) -> list[Call]:
     mesh, manifest = program.mesh, program.manifest
     leaves = sample.leaves(lambda name, whole: part(whole, manifest.parameters[name].dims, mesh, rank))
-    root = emitted(program, text, rank, leaves, sample)
-    mine = [part(x, d, mesh, rank) for x, d in zip(sample.batches[0], input_dims(program), strict=True)]
+    own = sample.with_own_buffers()
+    root = emitted(program, text, rank, leaves, own)
     with traced(text) as calls:
-        found = root.forward(*mine, *([sample.key] if manifest.random else []))
+        found = forward_of(root, program, own, sample.batches[0], rank)
     pairs = [
         (y, part(g, layout.dims, mesh, rank))
         for y, g, layout in zip(found, sample.drawn[0], result_layouts(program), strict=True)

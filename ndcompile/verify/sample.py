@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,10 @@ class Sample:
         """Copies of the parameters, or of the parts of them that `place` gives, ready to take gradients."""
         made = {name: place(name, whole).clone() for name, whole in self.parameters.items()}
         return {name: x.requires_grad_(name in self.trained) for name, x in made.items()}
+
+    def with_own_buffers(self) -> Sample:
+        """The same sample with copies of the buffers, since a forward may write to them."""
+        return replace(self, buffers={name: buffer.clone() for name, buffer in self.buffers.items()})
 
     def placeholder(self, node: fx.Node, leaves: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> Tensor:
         """What a placeholder of the reference graph stands for."""

@@ -16,7 +16,8 @@ RIGHT = [
     ("mlp", "tp=2"), ("mlp", "dp_shard=3"), ("gpt with dropout", "dp_shard=2, tp=2"), ("llama", "tp=2"),
     ("fused attention", "tp=3"), ("pooled", "dp_replicate=2, tp=2"), ("shared block", "dp_shard=2, tp=3"),
     ("gated", "dp_shard=2, tp=2"), ("towers", "dp_replicate=2, dp_shard=2"),
-    ("Mixtral, balanced", "dp_shard=2"), ("BERT, padded", "tp=2"),
+    ("Mixtral, balanced", "dp_shard=2"), ("BERT, padded", "tp=2"), ("remembers", "dp_shard=2, tp=2"),
+    ("convolution in 1d", "dp_shard=2"),
 ]  # fmt: skip
 
 
@@ -77,3 +78,16 @@ def test_planted_bugs_are_found_in_the_text_and_told_where(bug: str) -> None:
     assert [claim.held for claim in report.claims] == [True, False, False], report
     assert not report and report.differences
     assert place in report.begins, report
+
+
+NORM_BUGS = {
+    "a variance of the rank's own samples": ("total_2 = all_reduce(total_2, dp_shard)", "total_2 = total_2"),
+    "another running mean, which no result shows": ("moving_average(running_mean, mean, 0.1)", "running_mean * 0.9"),
+}
+
+
+@pytest.mark.parametrize("bug", NORM_BUGS)
+def test_statistics_that_are_wrong_are_found(bug: str) -> None:
+    report = verified("convolution in 1d", "dp_shard=2", *NORM_BUGS[bug])
+    assert [claim.held for claim in report.claims] == [True, False, False], report
+    assert report.begins, report
