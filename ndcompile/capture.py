@@ -21,6 +21,7 @@ from ndcompile.errors import CompileError
 from ndcompile.fold import NotFollowed, fold
 from ndcompile.functional import make_functional
 from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
+from ndcompile.literals import write_literals
 from ndcompile.regions import inline_regions
 from ndcompile.twin import WhereInputsAre, cast_parameters, name_keywords, on_meta, refuse_hooks
 
@@ -107,6 +108,7 @@ def _traced(
     exported = _export(twin, given, Borders(twin, blocks_of(twin), once))
     graph = exported.graph_module
     names = _label_placeholders(exported, model, list(given.named), constants)
+    write_literals(graph)
     inline_regions(graph, autocast)
     plain = all(node.meta["autocast"] is None for node in graph.graph.nodes)  # casts may differ between rounds
     fold(graph, model, pinned, drop=plain)

@@ -92,19 +92,45 @@ def name_keywords(twin: nn.Module, names: Iterable[str]) -> None:
 
 FACTORIES = frozenset(
     {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros}
-    | {torch.rand, torch.randint, torch.randn, torch.randperm, torch.tril_indices, torch.triu_indices}
+    | {
+        torch.rand,
+        torch.randint,
+        torch.randn,
+        torch.randperm,
+        torch.scalar_tensor,
+        torch.tril_indices,
+        torch.triu_indices,
+    }
 )
 
 
+VALUED = frozenset({torch.tensor, torch.as_tensor})
+
+
 class WhereInputsAre(TorchFunctionMode):
-    """Tensors that a model makes without saying a device are made where its inputs are: while traced, on meta."""
+    """Tensors that a model makes without saying a device are made where its inputs are: while traced, on meta.
+
+    Those that it makes of values are made with them, and then moved: the values stay in the graph, as a constant.
+    """
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("device") is not None or function not in FACTORIES | {torch.tensor}:
-            return function(*args, **kwargs)
-        if function is torch.tensor:
-            return function(*args, **kwargs).to("meta")  # the values stay in the graph, as a constant
-        return function(*args, **kwargs | {"device": "meta"})
+        device = kwargs.get("device")
+        if function in VALUED and not (args and isinstance(args[0], Tensor)):
+            return function(*args, **kwargs | {"device": None}).to("meta" if device is None else device)
+        if function is Tensor.__getitem__:
+            return function(args[0], _listed_places(args[1]))
+        if device is None and function in FACTORIES:
+            return function(*args, **kwargs | {"device": "meta"})
+        return function(*args, **kwargs)
+
+
+def _listed_places(index: Any) -> Any:
+    """An index with each list of places as a tensor that keeps its values, `x[:, [0, -1]]`."""
+    if isinstance(index, tuple):
+        return tuple(_listed_places(part) for part in index)
+    if isinstance(index, list) and index and all(type(place) is int for place in index):
+        return torch.tensor(index).to("meta")
+    return index

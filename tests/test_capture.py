@@ -113,6 +113,27 @@ def test_buffers_and_plain_tensors_keep_their_values() -> None:
     captures(Holds(), X)
 
 
+class Large(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.randn(20, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.table[0]
+
+
+def test_a_large_tensor_that_is_no_buffer_is_refused_with_the_call_that_helps() -> None:
+    with pytest.raises(nd.CompileError) as error:
+        nd.compile(Large(), "tp=2", X)
+    assert (
+        str(error.value)
+        == """\
+the model holds 'table' [20, 6], which is neither parameter nor buffer
+  why     it is too large for text
+  try     register_buffer(name, tensor, persistent=False)"""
+    )
+
+
 class Makes(Layers):
     def forward(self, x: Tensor) -> Tensor:
         y = self.one(x) + torch.arange(x.size(1), dtype=x.dtype)
@@ -392,6 +413,25 @@ class PerToken(nn.Module):
 @pytest.mark.parametrize("mesh", ["", "dp_shard=2", "tp=2"])
 def test_a_size_as_a_float_is_that_size(mesh: str) -> None:
     captures(seeded(PerToken), X, mesh)
+
+
+class Valued(nn.Module):
+    """Tensors of values, made in the forward with and without a device, and a list of places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)[:, [2, 0, -2]]
+        least = torch.tensor(0.25, device=x.device, dtype=x.dtype)
+        scale = torch.as_tensor([1.0, 2.0, 3.0], device=x.device)
+        return torch.where(x > least, x * scale, x * torch.tensor([3.0, 4.0, 5.0]) + torch.scalar_tensor(2.0))
+
+
+@pytest.mark.parametrize("mesh", ["", "dp_shard=2", "tp=3"])
+def test_tensors_of_values_keep_them_whatever_device_they_name(mesh: str) -> None:
+    captures(seeded(Valued), X, mesh)
 
 
 class Repeats(nn.Module):

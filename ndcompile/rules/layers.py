@@ -177,6 +177,13 @@ ROWS = dict(mask="* s! t!", key="", prefix="b t!", padding="b t!", documents="b 
 """What else attention may take, in the order in which it takes them."""
 
 
+def literal(call: Call) -> Signature:
+    """Values that are written out: whole everywhere."""
+    names = [f"d{i}" for i in range(len(call.output))]
+    sizes = dict(zip(names, call.output, strict=True))
+    return Signature((), tuple((name,) for name in names), sizes, whole=frozenset(names))
+
+
 RULES: dict[str, Rule] = {
     "aten.layer_norm.default": normalised,
     "aten.rms_norm.default": normalised,
@@ -200,11 +207,13 @@ RULES: dict[str, Rule] = {
     "runtime.attention_with_dropout": named_attention,
     "runtime.cross_entropy": line("f(n v~, n) -> n"),
     "runtime.dropout": line("f(*, ) -> *"),
+    "runtime.literal": literal,
     "runtime.fold": line("f() -> "),
     "aten.arange.default": factory,
     "aten.arange.start": factory,
     "aten.arange.start_step": factory,
     "aten.full.default": factory,
+    "aten.scalar_tensor.default": factory,
     "aten.zeros.default": factory,
     "aten.ones.default": factory,
 }

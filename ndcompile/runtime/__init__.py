@@ -17,7 +17,7 @@ from ndcompile.runtime.collectives import (
     shard,
     shard_invariant,
 )
-from ndcompile.runtime.factory import arange
+from ndcompile.runtime.factory import arange, literal
 from ndcompile.runtime.gradient import scale_gradient
 from ndcompile.runtime.grouped import grouped_linear
 from ndcompile.runtime.histogram import histogram
@@ -58,6 +58,7 @@ __all__ = [
     "grouped_linear",
     "histogram",
     "invariant",
+    "literal",
     "keep_mask",
     "moving_average",
     "pad",

@@ -1,8 +1,9 @@
-"""Tensors that are born sharded, by global index."""
+"""Tensors that are made of numbers: a range, of which each rank may make its part, and values that are written out."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,3 +30,8 @@ def arange(
         return (start + index * step).to(dtype or torch.int64)
     index = torch.arange(first, first + length, device=device, dtype=torch.float64)
     return (start + index * step).to(dtype or torch.get_default_dtype())
+
+
+def literal(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of values that the program's text holds: numbers, or tuples of them."""
+    return torch.tensor(values, dtype=dtype, device=device)

@@ -16,9 +16,14 @@ SIZES: dict[str, Any] = dict(
     use_cache=False, max_position_embeddings=32,
 )  # fmt: skip
 GROUPED: dict[str, Any] = SIZES | dict(num_key_value_heads=2, head_dim=8)
+KV: dict[str, Any] = SIZES | dict(num_key_value_heads=2, pad_token_id=0)
 EXPERTS: dict[str, Any] = GROUPED | dict(num_local_experts=4, num_experts_per_tok=2)
 BALANCED: dict[str, Any] = dict(output_router_logits=True, router_aux_loss_coef=0.02)
 NO_DROPOUT: dict[str, Any] = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+ENCODER: dict[str, Any] = SIZES | NO_DROPOUT | dict(pad_token_id=1)
+DECODER: dict[str, Any] = SIZES | dict(attention_dropout=0.0, hidden_dropout=0.0)
+FEW: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+ALIBI: dict[str, Any] = {k: v for k, v in DECODER.items() if k not in ("intermediate_size", "num_hidden_layers")}
 
 
 def _gpt2(dropout: float) -> dict[str, Any]:
@@ -47,6 +52,50 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Mixtral": ("MixtralForCausalLM", "MixtralConfig", EXPERTS),
     "Mixtral, balanced": ("MixtralForCausalLM", "MixtralConfig", EXPERTS | BALANCED),
     "Mixtral, balanced, padded": ("MixtralForCausalLM", "MixtralConfig", EXPERTS | BALANCED),
+    "Qwen3-MoE": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", GROUPED | FEW | BALANCED),
+    "Qwen2-MoE": (
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        KV | FEW | BALANCED | dict(shared_expert_intermediate_size=40),
+    ),
+    "OLMoE": ("OlmoeForCausalLM", "OlmoeConfig", KV | BALANCED | dict(num_experts=4, num_experts_per_tok=2)),
+    "GraniteMoE": ("GraniteMoeForCausalLM", "GraniteMoeConfig", KV | BALANCED | dict(num_local_experts=4)),
+    "OLMo-2": ("Olmo2ForCausalLM", "Olmo2Config", KV),
+    "GPT-NeoX": ("GPTNeoXForCausalLM", "GPTNeoXConfig", DECODER),
+    "GPT-J": ("GPTJForCausalLM", "GPTJConfig", _gpt2(0.0) | dict(rotary_dim=4)),
+    "GPT-BigCode": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", _gpt2(0.0)),
+    "OPT": ("OPTForCausalLM", "OPTConfig", SIZES | dict(ffn_dim=48, dropout=0.0, word_embed_proj_dim=32)),
+    "BLOOM": ("BloomForCausalLM", "BloomConfig", DECODER | dict(n_layer=2, n_head=4)),
+    "Falcon": ("FalconForCausalLM", "FalconConfig", DECODER),
+    "Cohere": ("CohereForCausalLM", "CohereConfig", KV),
+    "Cohere-2": ("Cohere2ForCausalLM", "Cohere2Config", KV | dict(sliding_window=4)),
+    "StableLM": ("StableLmForCausalLM", "StableLmConfig", KV),
+    "SmolLM3": ("SmolLM3ForCausalLM", "SmolLM3Config", KV | dict(num_hidden_layers=4)),
+    "Granite": ("GraniteForCausalLM", "GraniteConfig", KV),
+    "Gemma": ("GemmaForCausalLM", "GemmaConfig", GROUPED),
+    "Gemma-3": ("Gemma3ForCausalLM", "Gemma3TextConfig", GROUPED | dict(sliding_window=4)),
+    "Starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", KV | dict(sliding_window=4)),
+    "Phi": ("PhiForCausalLM", "PhiConfig", SIZES),
+    "Qwen2": ("Qwen2ForCausalLM", "Qwen2Config", KV),
+    "GLM-4": ("Glm4ForCausalLM", "Glm4Config", GROUPED | dict(pad_token_id=0)),
+    "Nemotron": ("NemotronForCausalLM", "NemotronConfig", KV),
+    "RoBERTa": ("RobertaForMaskedLM", "RobertaConfig", ENCODER),
+    "ELECTRA": ("ElectraForMaskedLM", "ElectraConfig", ENCODER | dict(embedding_size=16)),
+    "DistilBERT": (
+        "DistilBertForMaskedLM",
+        "DistilBertConfig",
+        SIZES | dict(dim=32, hidden_dim=48, n_layers=2, n_heads=4, dropout=0.0, attention_dropout=0.0),
+    ),
+    "DeBERTa-v2": (
+        "DebertaV2ForMaskedLM",
+        "DebertaV2Config",
+        ENCODER | dict(relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8),
+    ),
+    "ModernBERT": (
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        ENCODER | dict(local_attention=4, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2),
+    ),
     "BERT": ("BertForMaskedLM", "BertConfig", SIZES | NO_DROPOUT),
     "BERT, padded": ("BertForMaskedLM", "BertConfig", SIZES | NO_DROPOUT),
     "ALBERT": ("AlbertForMaskedLM", "AlbertConfig", SIZES | NO_DROPOUT | dict(embedding_size=16)),
