@@ -1,7 +1,8 @@
-"""The command line: `ndcompile demo` and `ndcompile inspect`."""
+"""The command line: `ndcompile demo`, `inspect`, `verify` and `mutate`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.text import Text
 
 import ndcompile as nd
@@ -17,8 +19,10 @@ from ndcompile.demo.processes import RankFailed
 from ndcompile.demo.train import PRECISIONS, Settings
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshError
-from ndcompile.models import load_model
+from ndcompile.models import in_float64, load_model
 from ndcompile.tables import collectives_table, parameters_table, print_source
+from ndcompile.verify.mutants import mutants
+from ndcompile.verify.score import Judge, Score
 
 HELP = "Write a model for one device, declare a mesh, get a readable module that runs on the mesh."
 
@@ -26,6 +30,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 console = Console()
 errors = Console(stderr=True)
 
+Model = Annotated[str, typer.Argument(help="module:function returning (model, example_inputs), or a config.json.")]
 Mesh = Annotated[str, typer.Option(help="Axes and sizes, for example 'dp_shard=2, tp=2'.")]
 
 
@@ -55,7 +60,7 @@ def demo(
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Argument(help="module:function returning (model, example_inputs), or a config.json.")],
+    model: Model,
     mesh: Mesh,
     source: Annotated[bool, typer.Option(help="Print the emitted source.")] = True,
     out: Annotated[Path | None, typer.Option(help="Also write the emitted source to this file.")] = None,
@@ -70,6 +75,52 @@ def inspect(
         print_source(str(program), console)
     if out is not None:
         out.write_text(str(program))
+
+
+@app.command()
+def verify(
+    model: Model,
+    mesh: Mesh,
+    seeds: Annotated[int, typer.Option(min=1, help="Samples in the prime field.")] = 3,
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a step.")] = 2,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
+) -> None:
+    """Compare what a model becomes on a mesh with the model on one device, in exact arithmetic, in one process.
+
+    Exit status 1 on any difference.
+    """
+    with user_errors():
+        made, example_inputs = load_model(model)
+        report = nd.verify(nd.compile(made, mesh, example_inputs), made, seeds=seeds, microbatches=microbatches)
+    console.print(Text(str(report)), soft_wrap=True)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.to_json(), indent=1))
+    raise typer.Exit(0 if report else 1)
+
+
+@app.command()
+def mutate(
+    model: Model,
+    mesh: Mesh,
+    only: Annotated[str, typer.Option(help="Operators whose name holds this.")] = "",
+    every: Annotated[int, typer.Option(min=1, help="Take one mutant in this many.")] = 1,
+) -> None:
+    """Plant bugs in a program, one at a time, and count what verify sees of them.
+
+    Exit status 1 if a mutant that is not equivalent is left alive.
+    """
+    with user_errors():
+        made, example_inputs = load_model(model)
+        program = nd.compile(made.double(), mesh, in_float64(example_inputs), float64=True)
+        chosen = [m for m in mutants(str(program), program.mesh) if only in m.operator][::every]
+        found = Score()
+        judge = Judge(program, made)
+        for mutant in track(chosen, "mutants", console=errors):
+            found.add(mutant, judge(mutant))
+    console.print(found.table())
+    for mutant, verdict in found.unseen:
+        console.print(Text(f"{verdict}: {mutant}"), soft_wrap=True)
+    raise typer.Exit(0 if found.score == 1 else 1)
 
 
 @contextmanager

@@ -211,11 +211,11 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def _storage(node: fx.Node) -> int | None:
-    """Which memory the traced value has."""
+    """Which memory the traced value has; none of its own if it is several values in several memories."""
     value = node.meta.get("val")
-    if isinstance(value, (list, tuple)) and value:
-        value = value[0]
-    return StorageWeakRef(value.untyped_storage()).cdata if isinstance(value, Tensor) else None
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    found = {StorageWeakRef(v.untyped_storage()).cdata for v in values if isinstance(v, Tensor)}
+    return found.pop() if len(found) == 1 else None
 
 
 def _stopped(graph: fx.Graph, value: fx.Node) -> fx.Node:

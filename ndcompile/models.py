@@ -6,9 +6,11 @@ import os
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ndcompile.errors import CompileError
 
@@ -16,6 +18,15 @@ from ndcompile.errors import CompileError
 def load_model(text: str) -> tuple[nn.Module, object]:
     """The model and its example inputs; None for a transformers model, whose inputs the compiler makes itself."""
     return _from_config(Path(text)) if text.endswith(".json") else _from_function(text)
+
+
+def in_float64(example_inputs: Any) -> Any:
+    """Example inputs with every float as float64."""
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x.double() if x.is_floating_point() else x
+
+    return pytree.tree_map_only(torch.Tensor, double, example_inputs)
 
 
 def _from_function(text: str) -> tuple[nn.Module, object]:

@@ -97,5 +97,6 @@ def _like(
     graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...], sizes: tuple[Any, ...], dtype: torch.dtype
 ) -> fx.Node:
     new = graph.call_function(target, args)
-    new.meta = {k: node.meta[k] for k in ("module", "source")} | dict(sizes=sizes, dtype=dtype)
+    known = {k: node.meta[k] for k in ("module", "source", "place") if k in node.meta}
+    new.meta = known | dict(sizes=sizes, dtype=dtype)
     return new

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -104,6 +104,15 @@ class Float64(Domain):
             return math.inf
         far = float((a.double() - b.double()).norm()) / max(float(b.double().norm()), least)
         return far if far == far else math.inf
+
+
+class AsWritten(Float64):
+    """Floating point with the dtypes that the text says: of a program in float64 mode, a cast to less shows."""
+
+    name = "float64, dtypes as written"
+
+    def run(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return op(*args, **kwargs)
 
 
 PRIME = 1048573
@@ -270,6 +279,3 @@ def inverses() -> Tensor:
             exponent >>= 1
         _inverses["all"] = result.double()
     return _inverses["all"]
-
-
-DOMAINS: Mapping[str, Callable[[int], Domain]] = {"float64": Float64, "field": Field}

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ndcompile.codegen.segments import Segment, segments
+from ndcompile.fold import unfold
 from ndcompile.placement import Layout
 from ndcompile.program import Program
 from ndcompile.rules.registry import describe, op_name, results
@@ -48,9 +49,10 @@ def localise(program: Program, sample: Sample, domain: Domain, source: str | Non
     """Run the first microbatch once more, looking at every value; none if all of them are right."""
     text = source or str(program)
     with sdpa_kernel(SDPBackend.MATH):
-        right = run_one(domain, lambda: _reference(program, sample, domain))
+        graph, reference = keyed(program.folded), keyed(program.folded_reference)
+        right = run_one(domain, lambda: _reference(program, reference, sample, domain))
         calls = run_ranks(program.mesh, domain, lambda rank: _traced(program, sample, text, rank))
-    rows = list(_rows(program, calls))
+    rows = list(_rows(graph, calls))
     for node, layout, values in rows:
         found = _wrong(program, right, domain, node, layout, values, text, forward=True)
         if found is not None:
@@ -80,21 +82,31 @@ def begins_at(
     return "\n".join([f"'{name}': its uses get the right gradients, which are then not added right over ranks", *lines])
 
 
-def _reference(program: Program, sample: Sample, domain: Domain) -> dict[str, Value]:
-    """Every value of the reference graph by the name of its node, with its cotangent."""
-    leaves, seen, values = sample.leaves(lambda name, whole: whole), dict[str, Value](), dict[fx.Node, Any]()
+def keyed(folded: fx.GraphModule) -> fx.GraphModule:
+    """The whole graph, in which a node and its twin in the other graph have the same `key`."""
+    for node in folded.graph.nodes:
+        node.meta["key"] = node.name
+    graph = unfold(folded)
+    for node in graph.graph.nodes:
+        node.meta["key"] = (node.meta.get("key"), node.meta.get("segment"), node.meta.get("name"))
+    return graph
+
+
+def _reference(program: Program, graph: fx.GraphModule, sample: Sample, domain: Domain) -> dict[Any, Value]:
+    """Every value of the reference graph by the key of its node, with its cotangent."""
+    leaves, seen, values = sample.leaves(lambda name, whole: whole), dict[Any, Value](), dict[fx.Node, Any]()
     given = dict(zip(sample.inputs, sample.batches[0], strict=True))
-    for node in program.reference.graph.nodes:
+    for node in graph.graph.nodes:
         if node.op == "placeholder":
             values[node] = sample.placeholder(node, leaves, given)
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
             values[node] = node.target(*args, **kwargs)
         if isinstance(values.get(node), Tensor):
-            seen[node.name] = Value(0, node.name, values[node].detach().clone())
+            value = seen[node.meta["key"]] = Value(0, node.name, values[node].detach().clone())
             if values[node].requires_grad:
-                values[node].register_hook(seen[node.name].keep)
-    found = [values[v] if isinstance(v, fx.Node) else v for v in results(program.reference)]
+                values[node].register_hook(value.keep)
+    found = [values[v] if isinstance(v, fx.Node) else v for v in results(graph)]
     cotangents, scales = sample.cotangents(found, 0, domain), cotangent_scales(program)
     pairs = [(y, g * (1 / n)) for y, g, n in zip(found, cotangents, scales, strict=True) if g is not None]
     if pairs:
@@ -122,9 +134,9 @@ def _traced(program: Program, sample: Sample, text: str, rank: int) -> list[Call
 Row = tuple[fx.Node, Layout, list[Value]]
 
 
-def _rows(program: Program, calls: Sequence[Sequence[Call]]) -> Iterator[Row]:
+def _rows(graph: fx.GraphModule, calls: Sequence[Sequence[Call]]) -> Iterator[Row]:
     """Each value of the text: its node in the parallel graph, its layout, and what the ranks hold."""
-    for number, segment in enumerate(segments(program.graph)):
+    for number, segment in enumerate(segments(graph)):
         here = [of_rank[number] for of_rank in calls]
         for i, entry in enumerate(segment.entries):
             yield entry.node, entry.node.meta["layout"], [call.weights[i] for call in here]
@@ -143,10 +155,10 @@ def _several(node: fx.Node) -> bool:
 
 
 def _wrong(
-    program: Program, right: dict[str, Value], domain: Domain, node: fx.Node, layout: Layout, values: list[Value],
+    program: Program, right: dict[Any, Value], domain: Domain, node: fx.Node, layout: Layout, values: list[Value],
     text: str, forward: bool,
 ) -> Fault | None:  # fmt: skip
-    whole = right.get(_origin(node).name)
+    whole = right.get(_origin(node).meta["key"])
     if whole is None:
         return None
     if not forward:

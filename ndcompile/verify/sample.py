@@ -58,13 +58,17 @@ class Sample:
 
 
 def draw(
-    program: Program, domain: Domain, model: nn.Module | None = None, microbatches: int = 1, steps: int = 2
-) -> Sample:
-    """A sample at the smallest sizes that the program takes. Integer buffers are the model's own, so it must be given
-    where there are some."""
+    program: Program, domain: Domain, model: nn.Module | None = None, microbatches: int = 1, steps: int = 2,
+    times: int = 1,
+) -> Sample:  # fmt: skip
+    """A sample at the smallest sizes that the program takes, or with `times` as many samples.
+
+    Integer buffers are the model's own, so it must be given where there are some.
+    """
     manifest = program.manifest
     placeholders = {n.meta["name"]: n for n in program.reference.graph.find_nodes(op="placeholder") if "name" in n.meta}
     sizes = symbol_sizes(program)
+    sizes["b"] *= times
     buffers = {name: _buffer(name, node, domain, model) for name, node in placeholders.items()
                if node.meta["role"] in ("buffer", "constant")}  # fmt: skip
     ranges = {name: number_range(program.reference, placeholders[name]) for name in manifest.inputs}

@@ -1,0 +1,90 @@
+"""Conversions done wrongly, each in one way: what mutants of an emitted text call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndcompile.runtime import Ranks, all_gather, private, shard
+from ndcompile.runtime.mesh import Mesh
+
+
+def next_rank(axis: Ranks) -> Ranks:
+    """The axis as the next rank sees it: offsets are another rank's."""
+    return replace(axis, index=(axis.index + 1) % axis.size)
+
+
+def first_rank(axis: Ranks) -> Ranks:
+    """The axis as its first rank sees it: every offset is zero."""
+    return replace(axis, index=0)
+
+
+def gather_own(x: Tensor, axis: Ranks, dim: int, *, size: int | None = None, dtype: Any = None) -> Tensor:
+    """Own shard in every place."""
+    whole = torch.cat([x] * axis.size, dim)
+    return whole if size is None else whole.narrow(dim, 0, size)
+
+
+def turned(x: Tensor, axis: Ranks, dim: int) -> Tensor:
+    """A whole dim with the ranks' parts in another order."""
+    parts = list(x.split(-(-x.shape[dim] // axis.size), dim))
+    return torch.cat([*parts[1:], parts[0]], dim)
+
+
+def gather_turned(x: Tensor, axis: Ranks, dim: int, **options: Any) -> Tensor:
+    return turned(all_gather(x, axis, dim=dim, **options), axis, dim)
+
+
+def shard_of_sum_of_one(x: Tensor, axis: Ranks, dim: int, *, size: int | None = None, dtype: Any = None) -> Tensor:
+    """A reduce-scatter that does not reduce."""
+    return shard(x, axis, dim=dim, size=size)
+
+
+def unwaited(x: Tensor, axis: Ranks) -> Tensor:
+    """A sum over ranks that is used before it has come."""
+    return _Changed.apply(x, lambda y: private.start_all_reduce(y.contiguous(), "sum", axis.group), lambda g: g)
+
+
+def unchanged_back(conversion: Callable[..., Tensor], x: Tensor, axis: Ranks, *args: Any, **options: Any) -> Tensor:
+    """A conversion whose gradient passes as it is, or zero where its shape does not fit."""
+
+    def forward(y: Tensor) -> Tensor:
+        return conversion(y, axis, *args, **options)
+
+    def backward(gradient: Tensor) -> Tensor:
+        return gradient if gradient.shape == x.shape else torch.zeros_like(x)
+
+    return _Changed.apply(x, forward, backward)
+
+
+def double_back(x: Tensor, axis: Ranks) -> Tensor:
+    """A gradient that is summed over the axis once more."""
+    return _Changed.apply(x, lambda y: y.view_as(y), lambda g: _summed(g, axis))
+
+
+def low(x: Tensor) -> Tensor:
+    """Rounded to half precision and back."""
+    return x.to(torch.bfloat16).to(x.dtype)
+
+
+def wider(mesh: Mesh, *axes: str) -> Ranks:
+    return mesh[axes]
+
+
+def _summed(x: Tensor, axis: Ranks) -> Tensor:
+    return private.wait(private.start_all_reduce(x.contiguous(), "sum", axis.group))
+
+
+class _Changed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
+        ctx.run = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.run(gradient), None, None

@@ -1,0 +1,69 @@
+"""Planted bugs: every operator applies somewhere, and verify sees all mutants that are not equivalent."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+import ndcompile as nd
+from ndcompile.runtime import private
+from ndcompile.verify import execute
+from ndcompile.verify.mutants import OPERATORS, REPLACED, Mutant, mutants
+from ndcompile.verify.score import Judge, score
+from tests.equivalence.compare import Case, make
+
+ALL = {
+    "mlp": "dp_shard=2, tp=2", "fused attention": "tp=3", "shared block": "tp=2",
+    "gpt with dropout": "dp_replicate=2, dp_shard=2, tp=2",
+}  # fmt: skip
+
+
+@cache
+def judge(model: str, mesh: str) -> Judge:
+    torch.set_num_threads(1)
+    made, batch = make(Case(model, mesh))
+    return Judge(nd.compile(made, mesh, batch, float64=True), made)
+
+
+def all_mutants(model: str, mesh: str) -> list[Mutant]:
+    program = judge(model, mesh).program
+    return list(mutants(str(program), program.mesh))
+
+
+def test_every_operator_applies_somewhere() -> None:
+    applied = {mutant.operator for model, mesh in ALL.items() for mutant in all_mutants(model, mesh)}
+    assert applied == {*OPERATORS, *REPLACED}
+
+
+@pytest.mark.parametrize("model, mesh, first, every", [
+    ("mlp", "dp_shard=2, tp=2", 0, 1), ("fused attention", "tp=3", 0, 4), ("shared block", "tp=2", 0, 4),
+])  # fmt: skip
+def test_all_mutants_that_are_not_equivalent_are_seen(model: str, mesh: str, first: int, every: int) -> None:
+    found = score(judge(model, mesh), all_mutants(model, mesh)[first::every])
+    assert found.score == 1.0, [str(m) for m, verdict in found.unseen if verdict == "alive"]
+    assert found.total["field"] > found.total["equivalent"]
+
+
+def test_a_cast_before_a_reduction_shows_in_float64_alone() -> None:
+    low = [m for m in all_mutants("mlp", "dp_shard=2, tp=2") if m.operator == "cast down before a reduction"]
+    assert [judge("mlp", "dp_shard=2, tp=2")(mutant) for mutant in low] == ["float64"] * len(low) and low
+
+
+def test_a_norm_that_counts_replicas_or_one_rank_only_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = judge("mlp", "dp_shard=2, tp=2")
+
+    def of_one_rank(gradients, program, rank):
+        return execute._norm(gradients)
+
+    def of_replicas(gradients, program, rank):
+        total = execute._norm(gradients).square()
+        for axis in program.mesh.names:
+            total = private.wait(private.start_all_reduce(total, "sum", axis))
+        return total.sqrt()
+
+    for wrong in (of_one_rank, of_replicas):
+        monkeypatch.setattr(execute, "_sharded_norm", wrong)
+        report = nd.verify(own.program, own.model, seeds=1, microbatches=1)
+        assert report.differences[0].startswith("step 0: gradient norm")
