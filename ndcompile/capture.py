@@ -263,23 +263,27 @@ def _plain_value(node: fx.Node, traced: Mapping[str, Any]) -> Any:
     return torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device="meta")
 
 
-def _roles(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) -> dict[sympy.Symbol, sympy.Symbol]:
-    """The tracer's symbols to `b`, `s`, or a name of the user's."""
-    found: dict[sympy.Symbol, sympy.Symbol] = {}
+def _roles(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) -> dict[sympy.Symbol, sympy.Expr]:
+    """The tracer's symbols to `b`, `s`, or a name of the user's; to a number where the model fixed that of any input."""
+    found: dict[sympy.Symbol, sympy.Expr] = {}
+    fixed: dict[sympy.Expr, sympy.Expr] = {}
     for node in graph.graph.find_nodes(op="placeholder"):
         if node.meta["role"] != "input":
             continue
         for dim, symbol in symbols[node.meta["name"]].items():
             expression = _expression(node.meta["val"].shape[dim])
+            role = {"b": BATCH, "s": SEQUENCE}.get(symbol) or sympy.Symbol(symbol, positive=True, integer=True)
             if isinstance(expression, sympy.Symbol):
-                found[expression] = {"b": BATCH, "s": SEQUENCE}.get(symbol) or sympy.Symbol(symbol, positive=True)
-            elif symbol == "b":
+                found[expression] = role
+            elif symbol != "b":
+                fixed[role] = sympy.Integer(expression)
+            else:
                 raise CompileError(
                     f"the batch size of input '{node.meta['name']}' is fixed by the model",
                     why="a data-parallel rank has another batch size than the example's",
                     tries="use x.size(0) in the model instead of a number",
                 )
-    return found
+    return {symbol: fixed.get(role, role) for symbol, role in found.items()}
 
 
 def _expression(size: int | torch.SymInt | torch.SymFloat) -> Any:
@@ -289,7 +293,7 @@ def _expression(size: int | torch.SymInt | torch.SymFloat) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def _label_nodes(graph: fx.GraphModule, roles: Mapping[sympy.Symbol, sympy.Symbol]) -> None:
+def _label_nodes(graph: fx.GraphModule, roles: Mapping[sympy.Symbol, sympy.Expr]) -> None:
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
@@ -316,7 +320,7 @@ def _refuse_sizes_from_values(graph: fx.GraphModule) -> None:
             )
 
 
-def _named(size: int | torch.SymInt | torch.SymFloat, roles: Mapping[sympy.Symbol, sympy.Symbol]) -> int | sympy.Expr:
+def _named(size: int | torch.SymInt | torch.SymFloat, roles: Mapping[sympy.Symbol, sympy.Expr]) -> int | sympy.Expr:
     expression = _expression(size)
     return expression if isinstance(expression, int) else _plain(sympy.sympify(expression).xreplace(dict(roles)))
 

@@ -45,21 +45,27 @@ class Inputs:
             ) from error
 
 
+SEQUENCES = "stuv"
+"""The symbols of sequences of different lengths."""
+
+
 def name_dims(named: Mapping[str, Any], dynamic_dims: DynamicDims | None) -> dict[str, dict[int, str]]:
     """Which dim of which input is `b` or `s`: dim 0 of all is the batch, dim 1 of integer inputs the sequence.
 
-    A floating companion of an integer input has the sequence at dim 1 too if it has as many entries there.
+    Sequences of another length than the first's (a decoder's) are `t`, then `u`. A floating companion of an integer
+    input has its sequence at dim 1 too if it has as many entries there.
     """
     tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     for name in dynamic_dims or {}:
         if name not in tensors:
             raise CompileError(f"dynamic_dims names '{name}', which is no tensor input", tries=", ".join(tensors))
-    lengths = {value.shape[1] for value in tensors.values() if value.dim() > 1 and not value.is_floating_point()}
+    ids = [value for value in tensors.values() if value.dim() > 1 and not value.is_floating_point()]
+    lengths = dict(zip(dict.fromkeys(value.shape[1] for value in ids), SEQUENCES, strict=False))
     found: dict[str, dict[int, str]] = {}
     for name, value in tensors.items():
         dims = {0: "b"} if value.dim() else {}
         if value.dim() > 1 and (not value.is_floating_point() or (value.dim() == 2 and value.shape[1] in lengths)):
-            dims[1] = "s"
+            dims[1] = lengths.get(value.shape[1], "s")
         found[name] = dict((dynamic_dims or {}).get(name, dims))
     return found
 
@@ -76,7 +82,7 @@ def traced_inputs(
                 sizes[symbol] = int(value.shape[dim])
     fresh = (n for n in (5, 7, 11, 13, 17, 19, 23) if n not in used)
     for symbol in sizes:
-        if symbol == "b" or sizes[symbol] < 2:
+        if symbol == "b" or sizes[symbol] < 2 or list(sizes.values()).count(sizes[symbol]) > 1:
             sizes[symbol] = next(fresh)
     for name, value in named.items():
         if not isinstance(value, Tensor):

@@ -22,6 +22,7 @@ from ndcompile.passes.follow_device import follow_device
 from ndcompile.passes.insert_collectives import insert_collectives
 from ndcompile.passes.localize_sizes import localize_sizes
 from ndcompile.passes.lower_losses import lower_losses
+from ndcompile.passes.lower_recurrent import lower_recurrent
 from ndcompile.passes.mark_blocks import mark_blocks
 from ndcompile.passes.measure_values import measure_values
 from ndcompile.passes.propagate_layouts import propagate_layouts
@@ -96,6 +97,7 @@ PIPELINE: tuple[Step, ...] = (
     Step("drop_noops", lambda job: drop_noops(job.graph), (checks.no_noops,)),
     Step("recognise_masks", lambda job: recognise_masks(job.graph)),
     Step("recognise_experts", lambda job: recognise_experts(job.graph)),
+    Step("lower_recurrent", lambda job: lower_recurrent(job.graph)),
     Step("lower_losses", lambda job: lower_losses(job.graph)),
     Step("follow_device", lambda job: follow_device(job.graph), (checks.no_fixed_device,)),
     Step("mark_blocks", lambda job: mark_blocks(job.graph, job.lists, job.pinned_names), (checks.rounds_are_equal,)),

@@ -28,13 +28,17 @@ def measure(graph: fx.GraphModule, mesh: MeshSpec) -> None:
     data = math.prod(axis.size for axis in mesh.axes if KINDS[axis.kind].shards_batch)
     rest = math.prod(axis.size for axis in mesh.axes if not KINDS[axis.kind].shards_batch)
     symbols = {"b": Size(data, ("b",)), "s": Size(rest, ("s",))}
-    nominal = {sympy.Symbol("b", positive=True, integer=True): NOMINAL["b"] * data}
-    nominal[sympy.Symbol("s", positive=True, integer=True)] = NOMINAL["s"]
     for node in graph.graph.nodes:
         if "sizes" in node.meta:
             node.meta["shape"] = tuple(Size.of(size, symbols) for size in node.meta["sizes"])
-            count = math.prod(int(sympy.sympify(size).subs(nominal)) for size in node.meta["sizes"])
+            count = math.prod(_nominal(sympy.sympify(size), data) for size in node.meta["sizes"])
             node.meta["nbytes"] = count * node.meta["dtype"].itemsize
+
+
+def _nominal(size: sympy.Expr, data: int) -> int:
+    """A size where `b` is the nominal batch of every data rank, and any other symbol a nominal sequence."""
+    sizes = {symbol: NOMINAL.get(str(symbol), NOMINAL["s"]) for symbol in size.free_symbols}
+    return int(size.subs({symbol: n * data if str(symbol) == "b" else n for symbol, n in sizes.items()}))
 
 
 def mark_gradients(graph: fx.GraphModule) -> None:

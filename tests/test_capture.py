@@ -391,6 +391,40 @@ def test_square_images_in_a_batch_of_any_size(size: int) -> None:
     torch.testing.assert_close(program.one_device(model)(images=images), model(images=images))
 
 
+class TwoLengths(nn.Module):
+    """Attention of one sequence's tokens to another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(9, 6)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x, y = self.tokens(ids), self.tokens(labels)
+        places = torch.arange(labels.shape[1], device=ids.device)
+        return F.softmax(y @ x.transpose(1, 2), -1) @ x * places[:, None]
+
+
+@pytest.mark.parametrize("mesh", ["", "tp=2", "dp_shard=2, tp=2"])
+def test_sequences_of_two_lengths_are_two_symbols(mesh: str) -> None:
+    program = captures(TwoLengths(), {"ids": IDS, "labels": IDS[:, :3]}, mesh)
+    assert [plan.dims for plan in program.manifest.input_plans] == [("b", "s"), ("b", "t")]
+    model, longer = TwoLengths().double(), {"ids": IDS, "labels": torch.cat([IDS, IDS], 1)}
+    torch.testing.assert_close(program.one_device(model)(**longer), model(**longer))
+
+
+def test_one_length_is_one_length() -> None:
+    program = captures(TwoLengths(), {"ids": IDS, "labels": IDS})
+    program.manifest.check([IDS, IDS])
+    with pytest.raises(ValueError) as caught:
+        program.manifest.check([IDS, IDS[:, :3]])
+    assert str(caught.value) == (
+        "input 'labels' has size 3 at dim 1, where 'ids' has 5\n"
+        "  why  the program was compiled for one size 's' of both\n"
+        "  try  example inputs of different sizes, or dynamic_dims={'labels': {1: '…'}}"
+    )
+
+
 class UsesSizes(Layers):
     def forward(self, x: Tensor) -> Tensor:
         return self.one(x).sum(0) / x.size(0) + x.shape[1] ** -0.5

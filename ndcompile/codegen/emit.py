@@ -50,6 +50,7 @@ class _Emitter:
     def __init__(self, graph: fx.GraphModule, mesh: MeshSpec, names: Names, title: str) -> None:
         self.graph, self.mesh, self.names, self.title = graph, mesh, names, title
         self.sizes = SizeNames(mesh, names.config)
+        self.symbols = _symbols(graph)
         ops = [n for n in graph.graph.nodes if n.op == "call_function" and "shape" in n.meta]
         plain = [n for n in ops if "move" not in n.meta and op_name(n.target) not in UNSIGNED]
         self.sizes.learn(graph, {n: signature(n) for n in plain})
@@ -197,7 +198,7 @@ class _Emitter:
         return parameters, self._measures(segment, names, body) + body, result
 
     def _global_names(self) -> set[str]:
-        return {axis_name((a,)) for a in self.mesh.names} | set(self.sizes.table) | {"data"}
+        return {axis_name((a,)) for a in self.mesh.names} | set(self.sizes.table) | {"data", *self.symbols}
 
     def _input_name(self, value: fx.Node) -> str:
         if value.meta.get("role") in ("input", "key", "fold"):
@@ -236,9 +237,9 @@ class _Emitter:
         return "   ".join(part for part in (shown, source) if part)
 
     def _measures(self, segment: Segment, names: Mapping[fx.Node, str], body: list[str]) -> list[str]:
-        """`b` and `s` from the inputs: this rank's batch, and the whole sequence."""
+        """`b`, `s` and other symbols from the inputs: this rank's batch, and whole sequences."""
         code = "\n".join(line.split("  # ")[0] for line in body)
-        wanted = [symbol for symbol in ("b", "s") if re.search(rf"(?<![\w.]){symbol}(?![\w(])", code)]
+        wanted = [symbol for symbol in self.symbols if re.search(rf"(?<![\w.]){symbol}(?![\w(])", code)]
         lines = []
         for symbol in wanted:
             lines.append(f"{symbol} = " + self._measure(segment, names, symbol))
@@ -465,8 +466,14 @@ RUNTIME = frozenset(
     "replicate invariant shard partial shard_invariant partial_invariant all_gather all_gather_invariant all_to_all "
     "pad all_reduce all_reduce_invariant reduce_scatter embedding cross_entropy dropout attention "
     "attention_with_dropout arange fold scale_gradient grouped_linear histogram literal "
-    "batch_norm moving_average".split()
+    "batch_norm moving_average lstm gru rnn_tanh rnn_relu".split()
 )
+
+
+def _symbols(graph: fx.GraphModule) -> list[str]:
+    """The names of the inputs' symbolic sizes."""
+    inputs = [n for n in graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "input"]
+    return list(dict.fromkeys(name for n in inputs for size in n.meta["shape"] for name in size.symbols))
 
 
 def _inside(name: str, block: str) -> bool:

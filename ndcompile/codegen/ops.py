@@ -304,7 +304,6 @@ SPECIAL: dict[str, Callable[[Writer, fx.Node], str]] = {
     "runtime.attention": _attention,
     "runtime.attention_with_dropout": _attention_with_dropout,
     "runtime.batch_norm": _batch_norm,
-    "runtime.moving_average": lambda w, n: f"moving_average({w.listed(n)})",
     "aten.batch_norm.default": _kept_batch_norm,
     "aten.group_norm.default": _group_norm,
     "aten.layer_norm.default": _layer_norm,

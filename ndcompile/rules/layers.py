@@ -202,6 +202,14 @@ RULES: dict[str, Rule] = {
     "aten.group_norm.default": by_group,
     "runtime.batch_norm": batch_norm,
     "runtime.moving_average": line("f(c, n c *) -> c"),
+    "runtime.lstm": line(
+        "f(s! b k!, b n!, b n!, m! k!, m! n!) -> t! b n!",
+        "f(s! b k!, b n!, b n!, m! k!, m! n!, m!, m!) -> t! b n!",
+    ),
+    **dict.fromkeys(
+        ("runtime.gru", "runtime.rnn_tanh", "runtime.rnn_relu"),
+        line("f(s! b k!, b n!, m! k!, m! n!) -> s! b n!", "f(s! b k!, b n!, m! k!, m! n!, m!, m!) -> s! b n!"),
+    ),
     "aten.scaled_dot_product_attention.default": attention(*ATTENTION),
     "runtime.attention": named_attention,
     "runtime.attention_with_dropout": named_attention,

@@ -27,6 +27,7 @@ from ndcompile.runtime.masks import Mask
 from ndcompile.runtime.mesh import Mesh, Ranks, current, use
 from ndcompile.runtime.norm import batch_norm, moving_average
 from ndcompile.runtime.random import draw_key, dropout, fold, keep_mask, uniform_bits
+from ndcompile.runtime.recurrent import gru, lstm, rnn_relu, rnn_tanh
 from ndcompile.runtime.weights import Bucket, StaleWeights, Weight, weight
 
 __all__ = [
@@ -57,14 +58,18 @@ __all__ = [
     "fold",
     "grouped_linear",
     "histogram",
+    "gru",
     "invariant",
     "literal",
     "keep_mask",
+    "lstm",
     "moving_average",
     "pad",
     "partial",
     "partial_invariant",
     "reduce_scatter",
+    "rnn_relu",
+    "rnn_tanh",
     "replicate",
     "scale_gradient",
     "shard",

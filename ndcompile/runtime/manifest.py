@@ -133,6 +133,7 @@ class Manifest:
 
     def check(self, tensors: list[Tensor]) -> None:
         """Raise ValueError where an input has another dtype, rank or size than the program can take."""
+        measured: dict[str, tuple[int, str]] = {}
         for plan, tensor in zip(self.input_plans, tensors, strict=True):
             if str(tensor.dtype) != plan.dtype or tensor.dim() != len(plan.dims):
                 raise ValueError(
@@ -142,6 +143,13 @@ class Manifest:
             for dim, (size, wanted) in enumerate(zip(tensor.shape, plan.dims, strict=True)):
                 if isinstance(wanted, int) and size != wanted:
                     raise ValueError(f"input '{plan.name}' has size {size} at dim {dim}, the model takes {wanted}")
+                before, other = measured.setdefault(str(wanted), (size, plan.name))
+                if size != before and wanted != "b":
+                    raise ValueError(
+                        f"input '{plan.name}' has size {size} at dim {dim}, where '{other}' has {before}\n"
+                        f"  why  the program was compiled for one size '{wanted}' of both\n"
+                        f"  try  example inputs of different sizes, or dynamic_dims={{'{plan.name}': {{{dim}: '…'}}}}"
+                    )
                 for axis, ranks in self.multiples.get(str(wanted), {}).items():
                     if size % ranks:
                         raise ValueError(

@@ -37,7 +37,7 @@ def _t5(dropout: float) -> dict[str, Any]:
 
 
 def _resnet(layer: str) -> dict[str, Any]:
-    return dict(embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2], layer_type=layer, num_labels=5)
+    return dict(embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type=layer, num_labels=5)
 
 
 CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -100,6 +100,7 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "BERT, padded": ("BertForMaskedLM", "BertConfig", SIZES | NO_DROPOUT),
     "ALBERT": ("AlbertForMaskedLM", "AlbertConfig", SIZES | NO_DROPOUT | dict(embedding_size=16)),
     "T5": ("T5ForConditionalGeneration", "T5Config", _t5(0.0)),
+    "T5, shorter targets": ("T5ForConditionalGeneration", "T5Config", _t5(0.0)),
     "T5 with dropout": ("T5ForConditionalGeneration", "T5Config", _t5(0.1)),
     "ResNet": ("ResNetForImageClassification", "ResNetConfig", _resnet("basic")),
     "ResNet, bottlenecks": ("ResNetForImageClassification", "ResNetConfig", _resnet("bottleneck")),
@@ -129,7 +130,14 @@ def _images(size: int, width: int = 16) -> Batch:
     return {"pixel_values": torch.randn(size, 3, width, width), "labels": torch.randint(5, (size,))}
 
 
+def _shorter(size: int) -> Batch:
+    """Targets of six tokens for inputs of eight."""
+    batch = _tokens(size)
+    return batch | dict(labels=batch["labels"][:, 2:].contiguous())
+
+
 BATCHES: dict[str, Callable[[int], Batch]] = {
+    "T5, shorter targets": _shorter,
     "ViT": _images,
     **dict.fromkeys(("ResNet", "ResNet, bottlenecks"), lambda size: _images(size, 32)),
     "BERT, padded": _padded,

@@ -13,6 +13,7 @@ from tests.equivalence.deep import DEEP
 from tests.equivalence.grouped import GROUPED, VOCABULARY
 from tests.equivalence.images import IMAGES
 from tests.equivalence.odd import ODD
+from tests.equivalence.recurrent import RECURRENT
 
 Batch = dict[str, Tensor]
 
@@ -70,7 +71,7 @@ def masked(name: str, vocabulary: int, size: int, length: int = 8) -> Batch:
 def odd(name: str) -> Callable[[int], tuple[nn.Module, Batch]]:
     def make(size: int) -> tuple[nn.Module, Batch]:
         torch.manual_seed(4)
-        model = (ODD | DEEP)[name]()
+        model = (ODD | DEEP | RECURRENT)[name]()
         if "ids" in model.forward.__code__.co_varnames:
             return model, masked("ids", 19, size)
         return model, {"x": torch.randn(size, 12), "target": torch.randn(size, 12)}
@@ -94,5 +95,5 @@ ZOO: dict[str, Callable[[int], tuple[nn.Module, Batch]]] = {
 }
 """The models of the matrix."""
 
-ALL = ZOO | {name: odd(name) for name in (*ODD, *DEEP)} | {name: grouped(name) for name in GROUPED} | IMAGES
-"""And those of `odd`, `deep`, `grouped` and `images`."""
+ALL = ZOO | {name: odd(name) for name in (*ODD, *DEEP, *RECURRENT)} | {name: grouped(name) for name in GROUPED} | IMAGES
+"""And those of `odd`, `deep`, `recurrent`, `grouped` and `images`."""
