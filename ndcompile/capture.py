@@ -264,7 +264,7 @@ def _plain_value(node: fx.Node, traced: Mapping[str, Any]) -> Any:
 
 
 def _roles(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) -> dict[sympy.Symbol, sympy.Expr]:
-    """The tracer's symbols to `b`, `s`, or a name of the user's; to a number where the model fixed that of any input."""
+    """The tracer's symbols to `b`, `s`, or a name of the user's; to a number where the model fixed one of that name."""
     found: dict[sympy.Symbol, sympy.Expr] = {}
     fixed: dict[sympy.Expr, sympy.Expr] = {}
     for node in graph.graph.find_nodes(op="placeholder"):

@@ -131,7 +131,7 @@ class Remembers(nn.Module):
         h = self.up(x)
         before = self.mean.clone()
         self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
-        h = torch.tanh(h - before)
+        h = torch.tanh(h - before) + x[:, :1]
         h[:, :4] *= 2
         h[:, -1] = x[:, 0]
         y = self.down(h)

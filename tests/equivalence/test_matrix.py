@@ -12,7 +12,9 @@ import pytest
 
 from tests.equivalence.compare import Case, measure_all, prepare
 from tests.equivalence.deep import DEEP
+from tests.equivalence.images import IMAGES
 from tests.equivalence.odd import ODD
+from tests.equivalence.recurrent import RECURRENT
 from tests.equivalence.registry import WORLDS, meshes
 from tests.equivalence.zoo import ZOO
 from tests.ranks import run
@@ -73,6 +75,20 @@ ODD_COVER = {
 @pytest.mark.parametrize("world_size", ODD_COVER)
 def test_odd_models_equal_one_device(world_size: int, tmp_path: Path) -> None:
     check(world_size, ODD_COVER[world_size], tmp_path)
+
+
+NETS = {
+    2: [Case(model, mesh) for mesh in meshes(2) for model in (*IMAGES, *RECURRENT)],
+    4: [Case("batch norm with dropout", "dp_shard=2, tp=2"), Case("remembers", "dp_replicate=2, tp=2"),
+        Case("nn.LSTM, both ways, with dropout", "dp_shard=2, tp=2")],
+}  # fmt: skip
+"""Convolution nets with batch norm, recurrent nets, buffers: on each axis, and on products."""
+
+
+@pytest.mark.equivalence
+@pytest.mark.parametrize("world_size", NETS)
+def test_convolution_and_recurrent_nets_equal_one_device(world_size: int, tmp_path: Path) -> None:
+    check(world_size, NETS[world_size], tmp_path)
 
 
 WIDER = {
