@@ -16,6 +16,19 @@ MODELS: dict[str, Callable[[int], tuple[nn.Module, Batch]]] = zoo.ALL | hf.MODEL
 """By name: what makes a model with seeded weights, and a batch of so many samples."""
 
 WORLDS = (2, 4, 8)
+WIDE = (
+    zoo.ZOO.keys() | torch_nn.TORCH_NN.keys()
+    | {"GPT-2", "GPT-2 with dropout", "GPT-2 over 50,257", "Llama, one KV head", "Qwen3", "Mistral", "Phi-3", "Gemma-2"}
+    | {"BERT", "BERT, padded", "ALBERT", "T5", "T5 with dropout", "ResNet", "ViT", "Mixtral"}
+    | {"Mixtral, balanced, padded", "Mistral, packed"}
+    | {"fused attention", "pooled", "shared block", "gated", "towers", "nn.LSTM"}
+)  # fmt: skip
+"""Models that the command of `models` runs on 8 ranks too; the others on 2 and 4."""
+
+
+def meshes_of(name: str) -> list[str]:
+    """All meshes on which `models` runs a model."""
+    return [mesh for world_size in WORLDS if world_size < 8 or name in WIDE for mesh in meshes(world_size)]
 
 
 def meshes(world_size: int) -> list[str]:
