@@ -92,8 +92,8 @@ def _program(
     lists = frozenset(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     title = type(model).__name__
     job = pipeline.Job(
-        captured.graph, spec, asked.precision, pins, names, lists, _names(model), title, asked.local_outputs,
-        not of_other_mode, times=times,
+        captured.graph, spec, asked.precision, pins, names, lists, _names(model), title,
+        dict(model.named_buffers()), asked.local_outputs, not of_other_mode, times=times,
     )  # fmt: skip
     pipeline.run(job, folder)
     assert job.reference and job.emitted, "the pipeline has run all its steps"

@@ -23,7 +23,7 @@ from ndcompile.mesh import MeshLike, MeshSpec
 from ndcompile.program import Program
 from ndcompile.runtime import Mesh, Root, State, private, use
 from ndcompile.runtime.agreement import alike, everyones, together
-from ndcompile.runtime.manifest import Manifest, ParameterPlan, as_dtype
+from ndcompile.runtime.manifest import Manifest, ParameterPlan, as_dtype, digest
 from ndcompile.runtime.module import ParallelModule, class_for
 
 TIMEOUT = timedelta(seconds=300)
@@ -87,6 +87,7 @@ def _bind(
 ) -> ParallelModule:
     spec = together(lambda: MeshSpec.parse("" if manifest.mesh == "one rank" else manifest.mesh, dist.get_world_size()))
     _same_everywhere(source, manifest, model, init)
+    together(lambda: _require_assumed(manifest, model))
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     device_mesh = _part_of(device_mesh, spec) or _device_mesh(spec, device)
     atexit.register(private.let_go, device_mesh)
@@ -111,6 +112,18 @@ def _bind(
     module.train(manifest.training)
     module._program()
     return module
+
+
+def _require_assumed(manifest: Manifest, model: nn.Module | None) -> None:
+    """The buffers that gave masks their names hold what they held."""
+    buffers = {} if model is None else dict(model.named_buffers())
+    for name in manifest.assumed.keys() & buffers.keys():
+        if not buffers[name].is_meta and digest(buffers[name]) != manifest.assumed[name]:
+            raise CompileError(
+                f"buffer '{name}' has other values than when the program was compiled",
+                why="masks of attention were told by them, and are part of the program",
+                tries="nd.compile again, with these values",
+            )
 
 
 def _part_of(given: DeviceMesh | None, spec: MeshSpec) -> DeviceMesh | None:

@@ -71,6 +71,8 @@ def inspect(
         program = nd.compile(made, mesh, example_inputs)
     console.print(collectives_table(program))
     console.print(parameters_table(program))
+    for mask in program.dense_masks():
+        console.print(f"{mask}   {mask.source}", markup=False)
     if source:
         print_source(str(program), console)
     if out is not None:

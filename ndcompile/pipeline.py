@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ndcompile import checks
 from ndcompile.choose import Problem
 from ndcompile.codegen.emit import Emitted, Names, emit
+from ndcompile.dense import dense_masks
 from ndcompile.fold import unfold
 from ndcompile.mesh import MeshSpec
 from ndcompile.passes.drop_noops import drop_noops
@@ -49,6 +50,7 @@ class Job:
     lists: frozenset[str]
     names: Names
     title: str
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
     local_outputs: bool = False
     all_pins_match: bool = True
     reference: fx.GraphModule | None = None
@@ -75,8 +77,8 @@ def _split_axes(job: Job) -> None:
 
 
 def _emit(job: Job) -> None:
-    title = f"{job.title} on {job.mesh}: emitted by ndcompile."
-    job.emitted = emit(job.graph, job.mesh, job.names, title)
+    title = [f"{job.title} on {job.mesh}: emitted by ndcompile.", *map(str, dense_masks(job.graph, job.mesh))]
+    job.emitted = emit(job.graph, job.mesh, job.names, "\n\n".join(title))
 
 
 def _keep_reference(job: Job) -> None:
@@ -95,7 +97,7 @@ def copied(graph: fx.GraphModule) -> fx.GraphModule:
 
 PIPELINE: tuple[Step, ...] = (
     Step("drop_noops", lambda job: drop_noops(job.graph), (checks.no_noops,)),
-    Step("recognise_masks", lambda job: recognise_masks(job.graph)),
+    Step("recognise_masks", lambda job: recognise_masks(job.graph, job.buffers)),
     Step("recognise_experts", lambda job: recognise_experts(job.graph)),
     Step("lower_recurrent", lambda job: lower_recurrent(job.graph)),
     Step("lower_losses", lambda job: lower_losses(job.graph)),

@@ -20,7 +20,7 @@ from ndcompile.pipeline import Job
 from ndcompile.placement import I, Layout
 from ndcompile.program import Parameter, parameter_plans
 from ndcompile.rules.registry import model_results, updates
-from ndcompile.runtime.manifest import Argument, InputPlan, Manifest
+from ndcompile.runtime.manifest import Argument, InputPlan, Manifest, digest
 from ndcompile.twin import on_meta
 
 
@@ -98,6 +98,7 @@ def manifest(
         constants=captured.constants,
         outputs=[_output(v, job.mesh) for v in model_results(job.graph)],
         updates=list(updates(job.graph)),
+        assumed={name: digest(job.buffers[name]) for n in job.graph.graph.nodes for name in n.meta.get("assumes", ())},
         output_text=_spec_text(captured.output_spec),
         multiples=_multiples(job),
         compute=None if job.precision.compute is None else str(job.precision.compute),

@@ -14,6 +14,7 @@ from torch import fx
 
 from ndcompile.checks import Duty, duties
 from ndcompile.choose import Problem
+from ndcompile.dense import DenseMask, dense_masks
 from ndcompile.errors import CompileError
 from ndcompile.explain import explain
 from ndcompile.fold import unfold
@@ -94,6 +95,10 @@ class Program:
     def collectives(self) -> list[Collective]:
         """Every collective, in order of the forward: bytes are at the nominal sizes of `ndcompile.cost.NOMINAL`."""
         return collectives(self.graph, self.mesh)
+
+    def dense_masks(self) -> list[DenseMask]:
+        """The masks of attention that have no name: tensors of queries by keys."""
+        return dense_masks(self.graph, self.mesh)
 
     def duties(self) -> list[Duty]:
         """Who reduces what: a row for each parameter, axis and use, with the dtype of the reduction."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +17,6 @@ Sizes = Mapping[str, int]
 MOST = 1000
 """More nodes than any mask takes: a value of the model's layers is no small computation."""
 
-aten = torch.ops.aten
 COMPARING = frozenset(
     "add sub rsub lt le gt ge eq ne floor_divide remainder tril triu logical_and logical_or".split()
 )  # fmt: skip
@@ -59,13 +59,19 @@ class Subgraph:
         sizes = [size for node in self.nodes for size in (*node.meta.get("sizes", ()), node.meta.get("size", 0))]
         return frozenset(str(symbol) for size in sizes for symbol in sympy.sympify(size).free_symbols)
 
-    def numbers(self) -> Iterator[tuple[fx.Node, int]]:
-        """Every whole number among the arguments, with its node; not truth values, nor dims that are named."""
+    def numbers(self) -> Iterator[tuple[str, int]]:
+        """Every number among the arguments, with its op by the last name (`lt`), and those in sizes, with none.
+
+        A number that is not whole is rounded down, and named without its op; so is one that multiplies (`alpha`).
+        """
         for node in self.nodes:
+            for size in (*node.meta.get("sizes", ()), node.meta.get("size", 0)):
+                yield from (("", int(number)) for number in sympy.sympify(size).atoms(sympy.Integer))
             if "size" not in node.meta:
+                compared = "" if "alpha" in node.kwargs else base_name(node)
                 for value in _leaves((node.args, node.kwargs)):
-                    if isinstance(value, (int, float)) and not isinstance(value, bool) and int(_finite(value)) == value:
-                        yield node, int(value)
+                    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+                        yield (compared if value == int(value) else ""), math.floor(value)
 
     def run(
         self, sizes: Sizes, given: Mapping[fx.Node, Tensor], number: Callable[[fx.Node, Any], Any] = lambda n, v: v
@@ -82,6 +88,11 @@ class Subgraph:
                 target: Any = node.target
                 values[node] = target(*args, **kwargs)
         return values
+
+
+def base_name(node: fx.Node) -> str:
+    """`lt` of `aten.lt.Scalar`; empty of what is no op of torch's."""
+    return node.target._schema.name.split("::")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def value_of(expression: Any, sizes: Sizes) -> int:
@@ -103,7 +114,7 @@ def _require_small(node: fx.Node) -> None:
     role, dtype = node.meta.get("role"), node.meta.get("dtype")
     if role == "input" and dtype is not None and not dtype.is_floating_point and not dtype.is_complex:
         return
-    if role in ("buffer", "constant"):
+    if role == "buffer":
         return
     raise NotSmall(f"it depends on {role} '{node.meta.get('name')}'")
 
@@ -132,7 +143,3 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield from _leaves(list(value.values()))
     else:
         yield value
-
-
-def _finite(value: float) -> float:
-    return value if abs(value) < 1 << 63 else 0.5

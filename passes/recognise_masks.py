@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, fx
 
 from ndcompile import runtime
-from ndcompile.rules.registry import arguments
+from ndcompile.rules.registry import arguments, updates
 from ndcompile.runtime.masks import Mask
 from ndcompile.samples import ROWS, draw
-from ndcompile.subgraph import COMPARING, NotSmall, Subgraph, value_of
+from ndcompile.subgraph import COMPARING, NotSmall, Subgraph, base_name, value_of
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -35,6 +35,9 @@ OPEN = 10**8
 LONGEST = 4096
 """The longest sequence at which a mask is computed."""
 
+MOST = 24
+"""More numbers are a table, not a mask."""
+
 MANY = 256
 """Beyond this length two rows are drawn, not one of each kind."""
 
@@ -43,20 +46,17 @@ def recognise_masks(graph: fx.GraphModule, buffers: Mapping[str, Tensor] | None 
     """Name the masks that equal a named one wherever they are computed: at lengths around each of their numbers and
     beyond, on rows of all kinds of padding, documents and positions (`samples.ROWS`).
 
-    `buffers` are values of the model's buffers. Causal and full masks are dropped, with others attention becomes
+    `buffers` are values of the model's buffers; those that a name rests on are in the attention's
+    `meta["assumes"]`. Causal and full masks are dropped, with others attention becomes
     `runtime.attention`. A mask that has queries and keys and gets no name stays a tensor; its attention's
     `meta["dense_mask"]` says why.
     """
-    known: dict[tuple[fx.Node, int, int], Mask | str] = {}
-    for node in graph.graph.find_nodes(op="call_function", target=ATTENTION):
+    held = {name: value for name, value in (buffers or {}).items() if name not in updates(graph)}
+    for node, name in _names(graph, held).items():
         given = arguments(node)
         mask = given["attn_mask"]
-        if not isinstance(mask, fx.Node) or given["is_causal"]:
-            continue
-        lengths = tuple(given[name].meta["sizes"][-2] for name in ("query", "key"))
-        if (mask, *lengths) not in known:
-            known[mask, *lengths] = name_of(mask, lengths, buffers or {})
-        name = known[mask, *lengths]
+        if isinstance(name, Mask):
+            node.meta["assumes"] = _buffers_of(mask)
         if isinstance(name, Mask) and name.names <= {"causal"}:
             kept = {k: given[k] for k in ("scale", "enable_gqa") if given[k]}
             node.args = (given["query"], given["key"], given["value"], None, given["dropout_p"], name.causal)
@@ -68,6 +68,26 @@ def recognise_masks(graph: fx.GraphModule, buffers: Mapping[str, Tensor] | None 
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
+
+
+def _names(graph: fx.GraphModule, held: Mapping[str, Tensor]) -> dict[fx.Node, Mask | str]:
+    """The name of the mask of each attention that has one, or why it has none; each mask is looked at once."""
+    known: dict[tuple[Any, ...], Mask | str] = {}
+    found: dict[fx.Node, Mask | str] = {}
+    for node in graph.graph.find_nodes(op="call_function", target=ATTENTION):
+        given = arguments(node)
+        mask = given["attn_mask"]
+        if isinstance(mask, fx.Node) and not given["is_causal"]:
+            lengths = tuple(given[name].meta["sizes"][-2] for name in ("query", "key"))
+            if (mask, *lengths) not in known:
+                known[mask, *lengths] = name_of(mask, lengths, held)
+            found[node] = known[mask, *lengths]
+    return found
+
+
+def _buffers_of(mask: fx.Node) -> tuple[str, ...]:
+    buffers = [node for node in Subgraph.of(mask).inputs if node.meta["role"] == "buffer"]
+    return tuple(name for node in buffers for name in node.meta.get("stands_for", (node.meta["name"],)))
 
 
 def _replace(graph: fx.GraphModule, node: fx.Node, given: Mapping[str, Any], name: Mask) -> None:
@@ -84,7 +104,8 @@ def name_of(mask: fx.Node, lengths: Sequence[Any], buffers: Mapping[str, Tensor]
     """The mask's name, or why it has none; `lengths` are the sizes of queries and keys."""
     try:
         subgraph = Subgraph.of(mask)
-        found = [_Search(subgraph, lengths, buffers, numbers).name() for numbers in _numberings(subgraph)]
+        held = {node: _held(node, buffers) for node in subgraph.inputs if node.meta["role"] != "input"}
+        found = [_Search(subgraph, lengths, held, numbers).name() for numbers in _numberings(subgraph, held)]
     except NotSmall as error:
         return str(error)
     return found[0] if all(name == found[0] for name in found) else "its name depends on its numbers"
@@ -102,7 +123,7 @@ class Numbers:
 
     def put(self, node: fx.Node, value: Any) -> Any:
         """The number to compute with; it keeps its sign and its type."""
-        if _base(node) not in COMPARING or abs(value) not in self.stands:
+        if base_name(node) not in COMPARING or abs(value) not in self.stands:
             return value
         return type(value)(self.stands[int(abs(value))] * (1 if value > 0 else -1))
 
@@ -118,13 +139,14 @@ class Numbers:
         return number
 
 
-def _numberings(subgraph: Subgraph) -> list[Numbers]:
-    """With each of the stand-ins, if there are numbers that need one."""
+def _numberings(subgraph: Subgraph, held: Mapping[fx.Node, Tensor]) -> list[Numbers]:
+    """With each of the stand-ins, if there are numbers that need one; of a tensor of numbers the largest counts."""
     uses: dict[int, set[str]] = {}
-    for node, value in subgraph.numbers():
+    every = [*subgraph.numbers(), *(("", _largest(value)) for value in held.values())]
+    for base, value in every:
         if 0 < abs(value) < OPEN:
-            uses.setdefault(abs(value), set()).add(_base(node))
-    free = "s" in subgraph.symbols and not any(n.meta["role"] in ("buffer", "constant") for n in subgraph.inputs)
+            uses.setdefault(abs(value), set()).add(base)
+    free = subgraph.symbols - {"b"} and not held
     large = sorted(n for n, bases in uses.items() if free and n > SMALL and bases <= COMPARING)
     if not large:
         return [Numbers(frozenset(uses), {})]
@@ -142,8 +164,11 @@ def _stands(large: Sequence[int], base: int) -> dict[int, int]:
     return found
 
 
-def _base(node: fx.Node) -> str:
-    return str(node.target).split(".")[-2] if node.op == "call_function" and "." in str(node.target) else ""
+def _largest(tensor: Tensor) -> int:
+    """The largest number in it that can be a position."""
+    numbers = tensor.double().abs()
+    numbers = numbers[numbers < OPEN]
+    return int(numbers.max()) if numbers.numel() else 0
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -170,11 +195,12 @@ class _Search:
     """Looks for parts that all hold of the mask wherever it is computed, and together are it."""
 
     def __init__(
-        self, subgraph: Subgraph, lengths: Sequence[Any], buffers: Mapping[str, Tensor], numbers: Numbers
+        self, subgraph: Subgraph, lengths: Sequence[Any], held: Mapping[fx.Node, Tensor], numbers: Numbers
     ) -> None:
-        self.subgraph, self.lengths, self.buffers, self.numbers = subgraph, lengths, buffers, numbers
-        if not subgraph.symbols <= {"b", "s"}:
-            raise NotSmall(f"its sizes are of {', '.join(sorted(subgraph.symbols - {'b', 's'}))}")
+        self.subgraph, self.lengths, self.held, self.numbers = subgraph, lengths, held, numbers
+        self.sequences = sorted(subgraph.symbols - {"b"})
+        if len(numbers.own) > MOST:
+            raise NotSmall(f"it has more than {MOST} numbers in it")
 
     def name(self) -> Mask:
         """Raises `NotSmall` with the reason where there is none."""
@@ -228,7 +254,8 @@ class _Search:
         missed: list[int] = []
         count = 0
         for length in self._lengths():
-            sizes = {"b": len(ROWS) if self._drawn and length <= MANY else 2, "s": length}
+            sizes = {symbol: length + 3 * i for i, symbol in enumerate(self.sequences)}
+            sizes["b"] = len(ROWS) if self._drawn and length <= MANY else 2
             for _ in range(self._times(length)):
                 sample = self._sample(sizes, count, generator)
                 if sample is None:
@@ -246,7 +273,7 @@ class _Search:
         return any(node.meta["role"] == "input" for node in self.subgraph.inputs)
 
     def _lengths(self) -> list[int]:
-        if "s" not in self.subgraph.symbols:
+        if not self.sequences:
             return [2]
         ends = [int(n) for node in self.subgraph.inputs for n in node.meta["sizes"] if str(n).isdigit()]
         around = {m for n in self.numbers.used for m in (n - 1, n, n + 1, 2 * n + 3)}
@@ -274,18 +301,20 @@ class _Search:
     def _given(
         self, node: fx.Node, number: int, sizes: Mapping[str, int], shift: int, generator: torch.Generator
     ) -> Tensor:
-        if node.meta["role"] != "input":
-            return self._held(node)
+        if node in self.held:
+            return self.held[node]
         near = {m for n in self.numbers.used for m in (n - 1, n, n + 1)}
-        pool = sorted({-1, 0, 1, 2} | (near if len(near) < 100 else set()) | {sizes["s"]})
+        pool = sorted({-1, 0, 1, 2} | near | set(sizes.values()))
         shape = [value_of(size, sizes) for size in node.meta["sizes"]]
         return draw(shape, node.meta["dtype"], pool, number * (2 * shift + 1) + shift, generator)
 
-    def _held(self, node: fx.Node) -> Tensor:
-        value = node.meta.get("value") if node.meta["role"] == "constant" else self.buffers.get(node.meta["name"])
-        if value is None or value.is_meta:
-            raise NotSmall(f"the values of {node.meta['role']} '{node.meta['name']}' are not known")
-        return value.detach().cpu().to(node.meta["dtype"])
+
+def _held(node: fx.Node, buffers: Mapping[str, Tensor]) -> Tensor:
+    """The value of a buffer; one that stands for those of other blocks has theirs."""
+    value = buffers.get(node.meta["name"])
+    if value is None or value.is_meta:
+        raise NotSmall(f"the values of buffer '{node.meta['name']}' are not known")
+    return value.detach().cpu().to(node.meta["dtype"])
 
 
 def _allowed(mask: Tensor, queries: int) -> Tensor:

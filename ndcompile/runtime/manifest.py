@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -48,7 +49,8 @@ class Manifest:
     """Everything about a program but its text.
 
     `outputs` gives for each result the axes (not data axes) that shard it, with the dim and its whole size (0: equal
-    parts); `updates` the buffers that a forward writes; `multiples` the number of ranks that a symbol must divide by.
+    parts); `updates` the buffers that a forward writes; `assumed` those whose values the program rests on, with their
+    digests; `multiples` the number of ranks that a symbol must divide by.
     """
 
     mesh: str
@@ -70,6 +72,7 @@ class Manifest:
     training: bool = True
     random: bool = False
     updates: list[str] = field(default_factory=list)
+    assumed: dict[str, str] = field(default_factory=dict)
     _spec: Any = field(default=None, repr=False)
 
     @property
@@ -173,6 +176,13 @@ class Manifest:
         made.arguments = [Argument(**a) for a in data["arguments"]]
         made.input_plans = [InputPlan(p["name"], p["dtype"], tuple(p["dims"])) for p in data["input_plans"]]
         return made
+
+
+def digest(tensor: Tensor) -> str:
+    """Equal for tensors of equal shape, dtype and values."""
+    held = tensor.detach().cpu().contiguous()
+    text = f"{held.dtype} {list(held.shape)} "
+    return hashlib.sha256(text.encode() + held.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def as_dtype(text: str | None) -> torch.dtype | None:

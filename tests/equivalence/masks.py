@@ -9,31 +9,39 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.equivalence.hf import maker
-from tests.equivalence.zoo import Batch
+from tests.equivalence.zoo import Batch, llama
 
 LENGTH = 8
 LENGTHS = (8, 5, 1, 7, 3, 8, 2, 6)
 """How many tokens of each sample are no padding."""
 
 
-def _padded(batch: Batch, side: str) -> Batch:
-    place = torch.arange(LENGTH)
-    place = place.flip(0) if side == "left" else place
-    mask = torch.stack([place < n for n in LENGTHS])
-    labels = batch["labels"].masked_fill(~mask, -100)
-    return batch | {"attention_mask": mask.long(), "labels": labels}
+def _padded(batch: Batch, place: Tensor) -> Batch:
+    mask = torch.stack([place < n for n in LENGTHS])[: len(batch["labels"])]
+    return batch | {"attention_mask": mask.long(), "labels": batch["labels"].masked_fill(~mask, -100)}
+
+
+def _left(batch: Batch) -> Batch:
+    return _padded(batch, torch.arange(LENGTH).flip(0))
+
+
+def _right(batch: Batch) -> Batch:
+    return _padded(batch, torch.arange(LENGTH))
 
 
 def _packed(batch: Batch) -> Batch:
     """Positions restart: each sample is cut at another place, one of them into documents of one token."""
     rows = [[*range(n), *range(LENGTH - n)] for n in LENGTHS]
     rows[2] = [0] * LENGTH
-    return batch | {"position_ids": torch.tensor(rows)}
+    return batch | {"position_ids": torch.tensor(rows)[: len(batch["labels"])]}
 
 
-def transformers_model(name: str, change: Callable[[Batch], Batch]) -> Callable[[int], tuple[nn.Module, Batch]]:
+Maker = Callable[[int], tuple[nn.Module, Batch]]
+
+
+def _with(maker: Maker, change: Callable[[Batch], Batch]) -> Maker:
     def make(size: int) -> tuple[nn.Module, Batch]:
-        model, batch = maker(name)(size)
+        model, batch = maker(size)
         return model, change(batch)
 
     return make
@@ -87,7 +95,7 @@ def unnamed(documents: Tensor) -> Tensor:
     return ((q - k) % 2 == 0) | (heads < 2)
 
 
-def _attending(mask: Callable[[Tensor], Tensor], dropout: float = 0.0) -> Callable[[int], tuple[nn.Module, Batch]]:
+def _attending(mask: Callable[[Tensor], Tensor], dropout: float = 0.0) -> Maker:
     def make(size: int) -> tuple[nn.Module, Batch]:
         torch.manual_seed(6)
         ids = torch.randint(19, (size, LENGTH))
@@ -97,14 +105,13 @@ def _attending(mask: Callable[[Tensor], Tensor], dropout: float = 0.0) -> Callab
     return make
 
 
-MASKED: dict[str, Callable[[int], tuple[nn.Module, Batch]]] = {
-    "Mistral, padded left": transformers_model("Mistral", lambda batch: _padded(batch, "left")),
-    "Mistral, packed": transformers_model("Mistral", _packed),
-    "Qwen3, padded left": transformers_model("Qwen3", lambda batch: _padded(batch, "left")),
-    "Phi-3, padded right": transformers_model("Phi-3", lambda batch: _padded(batch, "right")),
-    "Phi-3, packed": transformers_model("Phi-3", _packed),
-    "BERT, padded": transformers_model("BERT", lambda batch: _padded(batch, "right")),
-    "GPT-2 with dropout, padded left": transformers_model("GPT-2 with dropout", lambda batch: _padded(batch, "left")),
+MASKED: dict[str, Maker] = {
+    "Llama, padded left": _with(llama, _left),
+    "Llama, padded right": _with(llama, _right),
+    "Llama, packed": _with(llama, _packed),
+    "Mistral, padded left": _with(maker("Mistral"), _left),
+    "Mistral, packed": _with(maker("Mistral"), _packed),
+    "GPT-2 with dropout, padded left": _with(maker("GPT-2 with dropout"), _left),
     "windowed documents": _attending(windowed_documents),
     "windowed documents with dropout": _attending(windowed_documents, 0.2),
     "chunks": _attending(chunks),

@@ -9,26 +9,25 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import ndcompile as nd
 from ndcompile.capture import capture
 from ndcompile.inputs import Inputs
 from ndcompile.passes.drop_noops import drop_noops
 from ndcompile.passes.follow_device import follow_device
-from ndcompile.passes.recognise_masks import recognise_masks
+from ndcompile.passes.recognise_masks import ATTENTION, recognise_masks
+from ndcompile.placement import S
 from ndcompile.reference import run
 from ndcompile.runtime import attention
 from tests.equivalence.compare import BAR, Case, distance, make
 from tests.equivalence.masks import MASKED
+from tests.equivalence.registry import MODELS
 from tests.equivalence.test_matrix import check
 from tests.equivalence.zoo import Batch
 
 COVER = {
     2: [Case(model, mesh) for mesh in ("dp_shard=2", "tp=2") for model in MASKED],
-    4: [
-        Case(model, "dp_shard=2, tp=2")
-        for model in ("Mistral, padded left", "Mistral, packed", "Phi-3, padded right", "BERT, padded",
-                      "windowed documents with dropout", "unnamed mask")
-    ],
-}  # fmt: skip
+    4: [Case(model, "dp_shard=2, tp=2") for model in ("BERT, padded", "Mistral", *MASKED)],
+}
 
 
 @pytest.mark.equivalence
@@ -40,7 +39,7 @@ def test_named_masks_equal_one_device(world_size: int, tmp_path: Path) -> None:
 DENSE = [name for name in MASKED if "dropout" not in name and name != "unnamed mask"]
 
 
-@pytest.mark.parametrize("name", [*DENSE, "Mistral"])
+@pytest.mark.parametrize("name", [*DENSE, "Mistral", "BERT, padded"])
 def test_a_named_mask_computes_what_the_dense_one_does(name: str) -> None:
     """Results and gradients of the captured graph, on samples that are longer than those it was captured with."""
     model, batch = make(Case(name, ""))
@@ -61,3 +60,21 @@ def measured(graph: fx.GraphModule, model: nn.Module, batch: Batch) -> list[Tens
     loss = next(value for value in results if not value.dim())
     gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     return [*results, *(g for g in gradients if g is not None)]
+
+
+@pytest.mark.parametrize("name", ["llama", "Mistral", "Qwen3", "Phi-3", "GPT-2", "BERT, padded", *DENSE])
+def test_no_value_of_a_program_is_sequence_by_sequence(name: str) -> None:
+    model, batch = MODELS[name](2)
+    program = nd.compile(model, "dp_shard=2, tp=2", batch)
+    assert [n for n in program.graph.graph.nodes if list(map(str, n.meta.get("sizes", ()))).count("s") > 1] == []
+    assert program.dense_masks() == []
+
+
+def test_a_mask_without_a_name_is_sharded_and_reported() -> None:
+    model, batch = MODELS["unnamed mask"](2)
+    program = nd.compile(model, "dp_shard=2, tp=2", batch)
+    assert [str(mask) for mask in program.dense_masks()] == [
+        "the model: a dense mask of 33,554,432 bytes a rank, since heads have masks of their own"
+    ]
+    (taken,) = (n.args[3] for n in program.graph.graph.nodes if n.target is ATTENTION)
+    assert taken.meta["layout"].on("tp") == S(0)

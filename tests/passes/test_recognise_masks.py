@@ -6,19 +6,48 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+import ndcompile as nd
 from ndcompile.capture import capture
 from ndcompile.inputs import Inputs
 from ndcompile.passes.drop_noops import drop_noops
 from ndcompile.passes.recognise_masks import ATTENTION, recognise_masks
 from ndcompile.rules.registry import arguments
 from ndcompile.runtime import attention
+from ndcompile.runtime.manifest import digest
 
 Rule = Callable[[Tensor], Tensor]
 """From ids `[b, s]` to a mask."""
+
+
+class Held(nn.Module):
+    """Blocks whose masks are cut from a buffer of each block."""
+
+    def __init__(self, *held: Tensor) -> None:
+        super().__init__()
+        self.tokens, self.blocks = nn.Embedding(7, 4), nn.ModuleList(HeldBlock(mask) for mask in held)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class HeldBlock(nn.Module):
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.mask[:, :, : x.shape[1], : x.shape[1]]
+        given = x[:, None]
+        return x + self.out(F.scaled_dot_product_attention(given, given, given, attn_mask=mask)[:, 0])
 
 
 class Attention(nn.Module):
@@ -191,3 +220,79 @@ DENSE: dict[str, tuple[Rule, str]] = {
 def test_masks_that_get_none() -> None:
     found = names([mask for mask, _ in DENSE.values()])
     assert dict(zip(DENSE, found, strict=True)) == {name: why for name, (_, why) in DENSE.items()}
+
+
+# ---- buffers ---------------------------------------------------------------------------------------------------------
+
+
+def tril(size: int = 24) -> Tensor:
+    return torch.ones(1, 1, size, size, dtype=torch.bool).tril()
+
+
+def but_for_one(row: int, column: int) -> Tensor:
+    mask = tril()
+    mask[0, 0, row, column] = not mask[0, 0, row, column]
+    return mask
+
+
+def of_buffers(*held: Tensor) -> list[dict[str, Any] | str]:
+    """What the program calls the masks of blocks that hold these, a folded run by its two rounds."""
+    return [name_of(node) for node in attentions(Held(*held), IDS)]
+
+
+@pytest.mark.parametrize("mask", [tril(), torch.where(tril(), 0.0, -torch.inf), torch.where(tril(), 0.0, LOWEST)])
+def test_a_mask_cut_from_a_buffer_is_known_by_its_values(mask: Tensor) -> None:
+    assert of_buffers(mask) == [{"causal": True}]
+
+
+@pytest.mark.parametrize("mask", [but_for_one(23, 3), but_for_one(0, 23), but_for_one(20, 20)])
+def test_a_buffer_with_one_other_entry_is_dense(mask: Tensor) -> None:
+    assert of_buffers(mask) == [OTHER]
+
+
+def test_equal_blocks_share_a_name_only_if_their_buffers_are_equal() -> None:
+    assert of_buffers(*(tril() for _ in range(4))) == [{"causal": True}] * 2
+    assert of_buffers(tril(), tril(), tril(), but_for_one(5, 2))[-2:] == [{"causal": True}, OTHER]
+    assert of_buffers(but_for_one(5, 2), tril(), tril(), tril())[:2] == [OTHER, {"causal": True}]
+
+
+def test_buffers_without_values_are_no_masks_that_could_be_known() -> None:
+    with torch.device("meta"):
+        (node,) = attentions(Held(tril()), IDS)
+    assert name_of(node) == "the values of buffer 'blocks.0.mask' are not known"
+
+
+def test_a_number_in_a_tensor_counts_as_one_in_the_code() -> None:
+    """Lengths beyond it are computed, so what begins there is seen."""
+
+    class Late(nn.Module):
+        start: Tensor
+
+        def __init__(self, start: int) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(7, 4)
+            self.register_buffer("start", torch.tensor(start))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.tokens(ids)[:, None]
+            mask = rule(lambda q, k: (q >= k) | (q > self.start))(ids)
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    assert [name_of(node) for node in attentions(Late(50), IDS)] == [OTHER]
+    beyond = "it has a number beyond 4096 in another place than a comparison"
+    assert [name_of(node) for node in attentions(Late(5000), IDS)] == [beyond]
+
+
+def test_a_program_says_what_its_names_rest_on_and_which_masks_are_dense() -> None:
+    model = Held(tril(), but_for_one(5, 2))
+    program = nd.compile(model, "dp_shard=2", IDS)
+    assert program.manifest.assumed == {"blocks.0.mask": digest(tril())}
+    (dense,) = program.dense_masks()
+    assert (dense.module, dense.bytes, dense.count, dense.why) == ("blocks.1", 4096**2, 1, OTHER)
+    assert dense.source.endswith("F.scaled_dot_product_attention(given, given, given, attn_mask=mask)[:, 0])")
+    assert str(program).splitlines()[:4] == [
+        '"""Held on dp_shard=2: emitted by ndcompile.',
+        "",
+        f'blocks.1: a dense mask of 16,777,216 bytes a rank, since {OTHER}"""',
+        "",
+    ]

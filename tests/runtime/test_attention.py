@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,3 +91,34 @@ def test_blocks_drop_what_the_whole_drops(data: st.DataObject, b: int, s: int) -
     shares = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
     theirs = (shares * keep_mask(shares.shape, 0.4, key, 2) / 0.6) @ v
     assert_equal(results(ours, tensors), results(theirs, tensors))
+
+
+def kept_bytes(length: int, **named: Any) -> int:
+    """What autograd keeps between forward and backward, besides queries, keys, values and the result."""
+    tensors = [torch.randn(1, 2, length, 16, requires_grad=True) for _ in range(3)]
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = attention(*tensors, **named, block=32)
+    own = {x.untyped_storage().data_ptr() for x in (*tensors, out)}
+    return sum(size for storage, size in kept.items() if storage not in own)
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": dict(causal=True),
+    "window": dict(causal=True, window=48),
+    "chunks": dict(causal=True, chunk=64),
+    "small chunks": dict(causal=True, chunk=5),
+    "padding": dict(causal=True, padding=torch.ones(1, 1024, dtype=torch.long)),
+    "documents": dict(documents=torch.arange(1024)[None] // 100),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_what_is_kept_grows_with_the_sequence_not_with_its_square(name: str) -> None:
+    """A mask of truth values, 1024 by 1024, would be 1 MB; a number for each head and token is 8 kB."""
+    assert kept_bytes(1024, **MASKS[name]) < 200_000
