@@ -1,5 +1,6 @@
 """The command line, as a user calls it."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+import ndcompile as nd
 from ndcompile import cli
 
 MODEL = """
@@ -77,3 +79,33 @@ def test_demo_in_float64_equals_one_device(ndcompile: Callable[..., Result]):
     assert done.exit_code == 0, done.output
     assert "equal within the bar" in done.stdout
     assert "class DecoderBlock" in Path("it.py").read_text()
+
+
+def test_verify_says_what_is_equal_and_writes_json(ndcompile: Callable[..., Result]):
+    done = ndcompile("verify", "my_models:mlp", "--mesh", "dp_shard=2, tp=2", "--seeds", "1", "--json", "report.json")
+    assert done.exit_code == 0, done.output
+    assert "equal to one device" in done.stdout and "the difference is 0" in done.stdout
+    report = json.loads(Path("report.json").read_text())
+    assert report["equal"] is True and [claim["held"] for claim in report["claims"]] == [True, True, True]
+
+
+def test_verify_ends_with_status_1_on_a_difference(
+    ndcompile: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+):
+    right = nd.compile
+
+    def wrong(*arguments, **options):
+        program = right(*arguments, **options)
+        program.source = program.source.replace("all_reduce_invariant(m2, tp)", "m2")
+        return program
+
+    monkeypatch.setattr(nd, "compile", wrong)
+    done = ndcompile("verify", "my_models:mlp", "--mesh", "tp=2", "--seeds", "1")
+    assert done.exit_code == 1, done.output
+    assert "NOT equal to one device" in done.stdout and "begins at" in done.stdout
+
+
+def test_mutate_counts_what_is_seen(ndcompile: Callable[..., Result]):
+    done = ndcompile("mutate", "my_models:mlp", "--mesh", "tp=2", "--only", "drop")
+    assert done.exit_code == 0, done.output
+    assert "100.0% of those that are not equivalent were seen" in done.stdout
