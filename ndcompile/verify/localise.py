@@ -24,6 +24,10 @@ from ndcompile.verify.sample import Sample
 from ndcompile.verify.trace import Call, Value, traced
 
 
+class OtherLines(ValueError):
+    """The text that ran has other statements than the program's graph, so that no place can be named."""
+
+
 @dataclass
 class Fault:
     """The first value that is wrong, in order of the forward, or else of the backward."""
@@ -68,7 +72,10 @@ def begins_at(
     program: Program, sample: Sample, domain: Domain, source: str | None, differences: Sequence[Difference]
 ) -> str:
     """In words: where the differences begin."""
-    fault = localise(program, sample, domain, source)
+    try:
+        fault = localise(program, sample, domain, source)
+    except OtherLines as error:
+        return str(error)
     if fault is not None:
         return str(fault)
     name = next((d.what.partition("gradient of ")[2] for d in differences if "gradient of " in d.what), "")
@@ -145,6 +152,8 @@ def _rows(graph: fx.GraphModule, calls: Sequence[Sequence[Call]]) -> Iterator[Ro
 
 def _values(segment: Segment, here: Sequence[Call]) -> Iterator[Row]:
     tensors = [node for node in segment.nodes if isinstance(node.meta.get("layout"), Layout) and not _several(node)]
+    if any(len(call.values) != len(tensors) for call in here):
+        raise OtherLines(f"the text of {here[0].function} has other statements than the program: no place can be named")
     for node, values in zip(tensors, zip(*(call.values for call in here), strict=True), strict=True):
         yield node, node.meta["layout"], list(values)
 
