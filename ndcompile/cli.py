@@ -21,7 +21,8 @@ from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshError
 from ndcompile.models import in_float64, load_model
 from ndcompile.tables import collectives_table, parameters_table, print_source
-from ndcompile.verify.mutants import mutants
+from ndcompile.verify.graph_mutants import GraphMutant, graph_mutants
+from ndcompile.verify.mutants import Mutant, mutants
 from ndcompile.verify.score import Judge, Score
 
 HELP = "Write a model for one device, declare a mesh, get a readable module that runs on the mesh."
@@ -114,7 +115,8 @@ def mutate(
     with user_errors():
         made, example_inputs = load_model(model)
         program = nd.compile(made.double(), mesh, in_float64(example_inputs), float64=True)
-        chosen = [m for m in mutants(str(program), program.mesh) if only in m.operator][::every]
+        planted: list[Mutant | GraphMutant] = [*graph_mutants(program), *mutants(str(program), program.mesh)]
+        chosen = [m for m in planted if only in m.operator][::every]
         found = Score()
         judge = Judge(program, made)
         for mutant in track(chosen, "mutants", console=errors):

@@ -89,9 +89,7 @@ def test_verify_says_what_is_equal_and_writes_json(ndcompile: Callable[..., Resu
     assert report["equal"] is True and [claim["held"] for claim in report["claims"]] == [True, True, True]
 
 
-def test_verify_ends_with_status_1_on_a_difference(
-    ndcompile: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-):
+def test_verify_ends_with_status_1_on_a_difference(ndcompile: Callable[..., Result], monkeypatch: pytest.MonkeyPatch):
     right = nd.compile
 
     def wrong(*arguments, **options):

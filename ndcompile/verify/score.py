@@ -15,11 +15,12 @@ from ndcompile.verify import ATTEMPTS, FAILURES
 from ndcompile.verify.arithmetic import AsWritten, Domain, Field, NotInDomain, ZeroDenominator
 from ndcompile.verify.compare import compare
 from ndcompile.verify.execute import Step, on_one_device, on_ranks
+from ndcompile.verify.graph_mutants import GraphMutant, seen_by_types
 from ndcompile.verify.lockstep import RanksDisagree
 from ndcompile.verify.mutants import Mutant
 from ndcompile.verify.sample import Sample, draw
 
-VERDICTS = ("does not run", "ranks disagree", "field", "float64", "equivalent", "alive")
+VERDICTS = ("types", "does not run", "ranks disagree", "field", "float64", "equivalent", "alive")
 """What saw a mutant, the first of these. `equivalent`: nothing did, and with more samples and on other seeds the
 difference is exactly 0 as well; `alive`: there it was not.
 """
@@ -67,7 +68,9 @@ class Judge:
     model: nn.Module | None = None
     trials: dict[str, list[Trial]] = field(default_factory=dict)
 
-    def __call__(self, mutant: Mutant) -> str:
+    def __call__(self, mutant: Mutant | GraphMutant) -> str:
+        if isinstance(mutant, GraphMutant):
+            return "types" if seen_by_types(mutant, self.program.mesh) else "alive"
         for stage in (self._quick, self._as_verify, self._float64):
             for trial in stage():
                 seen = trial.verdict(self.program, mutant.source)
@@ -104,9 +107,9 @@ class Score:
     """Verdicts by operator, and the mutants that no layer saw."""
 
     counts: dict[str, Counter[str]] = field(default_factory=dict)
-    unseen: list[tuple[Mutant, str]] = field(default_factory=list)
+    unseen: list[tuple[Mutant | GraphMutant, str]] = field(default_factory=list)
 
-    def add(self, mutant: Mutant, verdict: str) -> None:
+    def add(self, mutant: Mutant | GraphMutant, verdict: str) -> None:
         self.counts.setdefault(mutant.operator, Counter())[verdict] += 1
         if verdict in ("equivalent", "alive"):
             self.unseen.append((mutant, verdict))
@@ -141,7 +144,7 @@ class Score:
         return [(operator, sum(found.values()), *(found[v] for v in VERDICTS)) for operator, found in listed]
 
 
-def score(judge: Judge, mutants: Iterable[Mutant]) -> Score:
+def score(judge: Judge, mutants: Iterable[Mutant | GraphMutant]) -> Score:
     found = Score()
     for mutant in mutants:
         found.add(mutant, judge(mutant))

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 import ndcompile as nd
+from ndcompile.verify.graph_mutants import graph_mutants
 from ndcompile.verify.mutants import Mutant, mutants
 from ndcompile.verify.score import Judge, Score
 from tests.equivalence.compare import Case, make
@@ -43,12 +44,20 @@ def run(case: Case, log: Path) -> None:
     made, batch = make(case)
     program = nd.compile(made, case.mesh, batch, float64=True)
     judge, done = Judge(program, made), {key(row) for row in rows(log)}
+    for number, wrong in enumerate(graph_mutants(program)):
+        row = dict(model=case.model, mesh=case.mesh, operator=wrong.operator, line=number, before=wrong.place, after="")
+        if key(row) not in done:
+            write(log, row, judge(wrong))
     for mutant in mutants(str(program), program.mesh):
         row = dict(model=case.model, mesh=case.mesh, operator=mutant.operator, line=mutant.line, before=mutant.before)
         row["after"] = mutant.after
         if key(row) not in done:
-            with log.open("a") as file:
-                file.write(json.dumps(row | dict(verdict=judge(mutant))) + "\n")
+            write(log, row, judge(mutant))
+
+
+def write(log: Path, row: dict[str, Any], verdict: str) -> None:
+    with log.open("a") as file:
+        file.write(json.dumps(row | dict(verdict=verdict)) + "\n")
 
 
 def rows(log: Path) -> list[dict[str, Any]]:
@@ -69,8 +78,8 @@ def show(log: Path) -> None:
     console = Console(width=140)
     console.print(found.table())
     console.print(f"{len(programs)} programs")
-    for mutant, verdict in found.unseen:
-        console.print(f"{verdict}: {mutant}", markup=False)
+    for unseen, verdict in found.unseen:
+        console.print(f"{verdict}: {unseen}", markup=False)
 
 
 if __name__ == "__main__":

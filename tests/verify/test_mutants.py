@@ -10,6 +10,7 @@ import torch
 import ndcompile as nd
 from ndcompile.runtime import private
 from ndcompile.verify import execute
+from ndcompile.verify.graph_mutants import graph_mutants
 from ndcompile.verify.mutants import OPERATORS, REPLACED, Mutant, mutants
 from ndcompile.verify.score import Judge, score
 from tests.equivalence.compare import Case, make
@@ -44,6 +45,12 @@ def test_all_mutants_that_are_not_equivalent_are_seen(model: str, mesh: str, fir
     found = score(judge(model, mesh), all_mutants(model, mesh)[first::every])
     assert found.score == 1.0, [str(m) for m, verdict in found.unseen if verdict == "alive"]
     assert found.total["field"] > found.total["equivalent"]
+
+
+@pytest.mark.parametrize("model, mesh", list(ALL.items())[:3])
+def test_every_wrong_conversion_in_a_graph_is_seen_by_the_types(model: str, mesh: str) -> None:
+    found = score(judge(model, mesh), graph_mutants(judge(model, mesh).program))
+    assert found.total["types"] == sum(found.total.values()) > 5, list(map(str, found.unseen))
 
 
 def test_a_cast_before_a_reduction_shows_in_float64_alone() -> None:
