@@ -97,6 +97,29 @@ def an_input_has_its_own_rows_of_the_gradient() -> None:
     assert_same_gradients(parallel, model)
 
 
+class Turned(nn.Module):
+    """Takes `[s, b, 12]`, and mixes what stands at one place of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.mlp(x) + x.cumsum(0)
+        return {"loss": y.square().mean(), "y": y}
+
+
+def a_batch_may_be_at_another_dim() -> None:
+    model, x = seeded(Turned).double(), torch.stack([X, X.exp(), X.sin()])
+    parallel = nd.parallelize(model, "dp_shard=2", {"x": x}, float64=True, dynamic_dims={"x": {0: "s", 1: "b"}})
+    found, expected = parallel(x.chunk(2, 1)[dist.get_rank()]), model(x)
+    found["loss"].backward()
+    expected["loss"].backward()
+    assert_close(found["loss"], expected["loss"])
+    assert_close(found["y"], expected["y"].chunk(2, 1)[dist.get_rank()])
+    assert_same_gradients(parallel, model)
+
+
 class Names(nn.Module):
     """Takes what it is given by name."""
 
@@ -302,6 +325,36 @@ def both_modes_have_all_pins() -> None:
         assert_close(parallel.eval()(X), model.eval()(X))
 
 
+class Normed(nn.Module):
+    """Its buffers are updated in train, and used in eval."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.BatchNorm1d(12), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.norm(x)).exp().mean()
+
+
+def an_update_of_a_buffer_is_that_of_the_global_batch() -> None:
+    """On every rank the same, after two steps; eval takes the updated buffers, and changes none."""
+    for mesh in ("dp_shard=2", "tp=2"):
+        model = seeded(Normed).double()
+        parallel = nd.parallelize(model, mesh, X, float64=True)
+        for x in (X, 2 * X + 1):
+            parallel(mine({"x": x}, mesh)["x"]).backward()
+            model(x).backward()
+        parallel.eval()
+        assert_close(parallel(mine({"x": X}, mesh)["x"]), model.eval()(X))
+        assert_same_gradients(parallel, model)
+        expected = dict(model.named_buffers())
+        assert parallel.state_dict().keys() == model.state_dict().keys()
+        for name, buffer in parallel.named_buffers():
+            assert_close(buffer, expected[name], what=name)
+            assert len({tuple(values) for values in everywhere(buffer.flatten().tolist())}) == 1
+        assert int(expected["norm.num_batches_tracked"]) == 2
+
+
 # ---- random numbers ------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +380,8 @@ ON_TWO: Claims = (
     a_loss_of_torch_is_a_loss_fn,
     a_saved_program_has_its_loss_fn,
     both_modes_have_all_pins,
+    an_update_of_a_buffer_is_that_of_the_global_batch,
+    a_batch_may_be_at_another_dim,
 )
 ON_FOUR: Claims = (
     dtensor_inputs_are_taken_as_they_are,
