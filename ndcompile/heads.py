@@ -81,11 +81,18 @@ def _makers(value: fx.Node) -> Iterator[fx.Node]:
     while queue:
         node = queue.pop()
         given = operands(node) if node.op == "call_function" else []
-        matrices = [o for o in given if _is_matrix(o)] if _multiplies(node) else []
+        matrices = [m for m in map(_parameter, given) if _is_matrix(m)] if _multiplies(node) else []
         yield from matrices
         more = [] if matrices else [o for o in given if o.meta["grad"] and o not in seen]
         seen.update(more)
         queue += more
+
+
+def _parameter(node: fx.Node) -> fx.Node:
+    """What a value is a view or a piece of."""
+    while node.op == "call_function" and len(operands(node)) == 1:
+        node = operands(node)[0]
+    return node
 
 
 def _is_matrix(node: fx.Node) -> bool:

@@ -62,6 +62,11 @@ def pinned_names(model: nn.Module, given: Mapping[str, Mapping[str, Placement]])
     return {name: str(pin) for pattern, pin in given.items() for name in fnmatch.filter(names, pattern)}
 
 
+def placements_of(name: str, pins: Pins) -> set[Placement]:
+    """What a name is pinned to, on any axis."""
+    return {p for pattern, by_axis in pins.items() if fnmatch.fnmatch(name, pattern) for p in by_axis.values()}
+
+
 def for_other_mode(pins: Pins, layouts: Mapping[str, Layout]) -> dict[str, dict[str, Placement]]:
     """The pins for the program of the other mode: parameters lie as they do, modules are as the user pinned them."""
     held = {name: _as_pin(layout) for name, layout in layouts.items()}

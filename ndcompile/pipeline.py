@@ -18,6 +18,7 @@ from ndcompile.codegen.emit import Emitted, Names, emit
 from ndcompile.dense import dense_masks
 from ndcompile.fold import unfold
 from ndcompile.mesh import MeshSpec
+from ndcompile.passes.cut_linears import cut_linears
 from ndcompile.passes.drop_noops import drop_noops
 from ndcompile.passes.follow_device import follow_device
 from ndcompile.passes.insert_collectives import insert_collectives
@@ -105,6 +106,7 @@ PIPELINE: tuple[Step, ...] = (
     Step("mark_blocks", lambda job: mark_blocks(job.graph, job.lists, job.pinned_names), (checks.rounds_are_equal,)),
     Step("replace_dropout", lambda job: replace_dropout(job.graph), (checks.no_hidden_randomness,)),
     Step("keep_reference", _keep_reference),
+    Step("cut_linears", lambda job: cut_linears(job.graph, job.mesh, job.pins)),
     Step("measure_values", lambda job: measure_values(job.graph, job.mesh)),
     Step("split_axes", _split_axes),
     Step("propagate_layouts", _propagate, (checks.every_value_placed, checks.parameters_lie_where_they_are_used)),

@@ -174,6 +174,10 @@ class _EdgeCost:
     kind: AxisKind
     ranks: int
     earlier: float = 0.0
+    held: float = 0.0
+    """Seconds that a piece of a matrix costs where every rank holds it: as much as a matrix that it is."""
+    bucketed: bool = False
+    """Whether it is a piece of a vector, which communicates in its block's bucket or not at all."""
 
     @classmethod
     def of(
@@ -187,16 +191,20 @@ class _EdgeCost:
             nbytes /= size if target.kind == "S" != source.kind else 1  # what was cut there is smaller here
             whole = nbytes * (size if "S" in (source.kind, target.kind) else 1)
             earlier += 0.0 if parameter else conversion_time(source, target, whole, size, meta["grad"])
-        return cls(meta["shape"], nbytes, meta["grad"], parameter, kind, ranks, earlier)
+        piece = meta.get("piece")
+        held = kind.price * nbytes / BUS if piece == "matrix" else 0.0
+        return cls(meta["shape"], nbytes, meta["grad"], parameter, kind, ranks, earlier, held, piece == "vector")
 
     def __call__(self, source: Placement, target: Placement) -> float:
-        return self.earlier + self._here(source, target)
+        return self.earlier + self.held * target.whole + self._here(source, target)
 
     def _here(self, source: Placement, target: Placement) -> float:
         if source == target:
             return 0.0
         if self.parameter and source.kind == "S":
             return float("inf")  # a sharded parameter is used where it lies; data axes gather it before
+        if self.bucketed and source.kind in "IS":
+            return float("inf")
         exchanged = (source, target) if source.kind == "S" else (target,)
         if target.kind == "S" and not all(self._even(placement) for placement in exchanged):
             return float("inf")
