@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ndcompile import runtime
 from ndcompile.batch_norm import lower_batch_norms
 from ndcompile.build import Builder, stands_with
 from ndcompile.errors import CompileError
@@ -169,6 +170,13 @@ class _Names:
                 node,
                 "what the caller holds would change on some ranks, or in parts",
                 "the change on a copy: x = x.clone()",
+            )
+        if base.target is runtime.literal:
+            raise _error(
+                "forward changes a tensor in place that is no buffer",
+                node,
+                "its values are written into the program, the same for every call",
+                "register_buffer(name, tensor)",
             )
         hidden = node.meta.get("no_grad") or any(view.target is aten.detach.default for view in path)
         if hidden and not base.meta.get("no_grad") and base.meta["dtype"].is_floating_point:

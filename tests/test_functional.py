@@ -313,7 +313,7 @@ REFUSED = [
     (an_input, "forward changes input 'x' in place"),
     (a_part_of_an_input, "forward changes input 'x' in place"),
     (a_parameter, "forward changes parameter 'one.bias' in place"),
-    (a_plain_tensor, "forward changes constant 'plain' in place"),
+    (a_plain_tensor, "forward changes a tensor in place that is no buffer"),
     (a_value_without_its_gradient, "aten.mul_.Tensor changes a value in place where no gradient is recorded"),
     (the_detached_name, "aten.mul_.Tensor changes a value in place where no gradient is recorded"),
     (several_values_under_a_mask, "the shape of aten.index.Tensor's result depends on the values of tensors"),
