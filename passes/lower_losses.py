@@ -120,7 +120,7 @@ def _mean(build: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _ones(build: Builder, node: fx.Node) -> fx.Node:
-    """`new_zeros`, `zeros_like` and the like: the tensor that they are called on lends only its size, device, dtype."""
+    """`new_zeros`, `empty_like` and the like: the tensor that they are called on lends only its size, device, dtype."""
     given, meta = arguments(node), node.meta
     kwargs = dict(dtype=meta["dtype"], device=torch.device("meta"))  # follow_device says where
     size = given["size"] if "size" in given else [build.size(given["self"], [d]) for d in range(len(meta["sizes"]))]
@@ -150,9 +150,17 @@ def _repeat(build: Builder, node: fx.Node) -> fx.Node:
     times = [sympy.cancel(sympy.sympify(n) / size) for n, size in zip(target, source, strict=True)]
     copies = tuple(n for many, size in zip(times, source, strict=True) for n in (_number(many), size))
     for op, sizes in ((aten.reshape.default, apart), (aten.expand.default, copies), (aten.reshape.default, target)):
-        given = [build.number(n) for n in sizes]
-        x = build(op, x, given, sizes=sizes, dtype=node.meta["dtype"])
+        x = build(op, x, [build.number(n) for n in sizes], sizes=sizes, dtype=node.meta["dtype"])
     return x
+
+
+def _repeat_each(build: Builder, node: fx.Node) -> fx.Node | None:
+    """An `output_size` that is stated is what the other arguments say."""
+    given = arguments(node)
+    if given["output_size"] is None:
+        return None
+    repeated = (given["self"], given["repeats"], given["dim"])
+    return build(aten.repeat_interleave.self_int, *repeated, sizes=node.meta["sizes"], dtype=node.meta["dtype"])
 
 
 def _number(size: sympy.Expr) -> int | sympy.Expr:
@@ -188,6 +196,10 @@ LOWERINGS: dict[Any, Callable[[Builder, fx.Node], fx.Node | None]] = {
     aten.ones_like.default: _ones,
     aten.zeros_like.default: _ones,
     aten.full_like.default: _ones,
+    aten.empty.memory_format: _ones,
+    aten.new_empty.default: _ones,
+    aten.empty_like.default: _ones,
     aten.histc.default: _histc,
     aten.repeat.default: _repeat,
+    aten.repeat_interleave.self_int: _repeat_each,
 }

@@ -47,7 +47,8 @@ def mark_gradients(graph: fx.GraphModule) -> None:
     while True:
         for node in graph.graph.nodes:
             if "shape" in node.meta and node.op == "call_function":
-                stopped = op_name(node.target) in STOPS_GRADIENTS or not node.meta["dtype"].is_floating_point
+                flowing = node.meta["dtype"].is_floating_point or node.meta["dtype"].is_complex
+                stopped = op_name(node.target) in STOPS_GRADIENTS or not flowing
                 flows = any(o.meta["grad"] for o in operands(node)) or (is_port(node) and node.meta["alias"] in ports)
                 node.meta["grad"] = flows and not stopped
         found = {n.meta["alias"] for n in graph.graph.nodes if is_port(n) and n.meta["grad"]}

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ndcompile import runtime
+from ndcompile.build import Builder
 from ndcompile.rules.registry import arguments
 
 aten = torch.ops.aten
@@ -67,36 +68,23 @@ def _looked_up(value: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 def _rewrite(graph: fx.Graph, node: fx.Node, found: _Match) -> None:
     """Rows lose the dim of size 1 before the product and get it after; where the model did both, neither is left."""
-    sizes, dtype, rows = node.meta["sizes"], node.meta["dtype"], found.x.meta["sizes"]
+    sizes, dtype, dim = node.meta["sizes"], node.meta["dtype"], found.dim
+    build = Builder(graph, node)
     with graph.inserting_before(node):
-        weight = found.weight
-        if weight.meta["dtype"] != dtype:
-            weight = _like(graph, node, aten.to.dtype, (weight, dtype), weight.meta["sizes"], dtype)
-        x = _without(graph, node, found.x, found.dim, tuple(n for d, n in enumerate(rows) if d != found.dim))
-        flat = tuple(n for d, n in enumerate(sizes) if d != found.dim)
-        given = (x, weight, found.ids, *([True] if found.dim == 1 else []))
-        product = _like(graph, node, runtime.grouped_linear, given, flat, dtype)
-    for user in list(node.users):
-        if user.target is aten.squeeze.dim and arguments(user)["dim"] % 3 == found.dim:
-            user.replace_all_uses_with(product)
-            graph.erase_node(user)
-    if node.users:
-        with graph.inserting_before(node):
-            node.replace_all_uses_with(_like(graph, node, aten.unsqueeze.default, (product, found.dim), sizes, dtype))
+        given = (_row(build, found.x, dim), build.cast(found.weight, dtype), found.ids, *[True] * (dim == 1))
+        product = build(runtime.grouped_linear, *given, sizes=sizes[:dim] + sizes[dim + 1 :], dtype=dtype)
+        for user in list(node.users):
+            if user.target is aten.squeeze.dim and arguments(user)["dim"] % 3 == dim:
+                user.replace_all_uses_with(product)
+                graph.erase_node(user)
+        if node.users:
+            node.replace_all_uses_with(build(aten.unsqueeze.default, product, dim, sizes=sizes, dtype=dtype))
     graph.erase_node(node)
 
 
-def _without(graph: fx.Graph, node: fx.Node, x: fx.Node, dim: int, sizes: tuple[Any, ...]) -> fx.Node:
+def _row(build: Builder, x: fx.Node, dim: int) -> fx.Node:
     if x.target is aten.unsqueeze.default and arguments(x)["dim"] % 3 == dim:
         row: fx.Node = arguments(x)["self"]
         return row
-    return _like(graph, node, aten.squeeze.dim, (x, dim), sizes, x.meta["dtype"])
-
-
-def _like(
-    graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...], sizes: tuple[Any, ...], dtype: torch.dtype
-) -> fx.Node:
-    new = graph.call_function(target, args)
-    known = {k: node.meta[k] for k in ("module", "source", "place") if k in node.meta}
-    new.meta = known | dict(sizes=sizes, dtype=dtype)
-    return new
+    sizes = x.meta["sizes"]
+    return build(aten.squeeze.dim, x, dim, sizes=sizes[:dim] + sizes[dim + 1 :], dtype=x.meta["dtype"])

@@ -221,7 +221,6 @@ RULES: dict[str, Rule] = {
     "aten.arange.start": factory,
     "aten.arange.start_step": factory,
     "aten.full.default": factory,
-    "aten.scalar_tensor.default": factory,
     "aten.zeros.default": factory,
     "aten.ones.default": factory,
 }

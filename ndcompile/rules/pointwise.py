@@ -55,7 +55,7 @@ RULES: dict[str, Rule] = {
         "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and.default logical_or.default "
         "bitwise_and.Tensor bitwise_or.Tensor __and__.Tensor __or__.Tensor maximum.default minimum.default "
         "pow.Tensor_Tensor floor_divide.default remainder.Scalar remainder.Tensor masked_fill.Scalar "
-        "max.other min.other clamp_min.Tensor clamp_max.Tensor atan2.default fmod.Scalar fmod.Tensor "
+        "max.other min.other polar.default clamp_min.Tensor clamp_max.Tensor atan2.default fmod.Scalar fmod.Tensor "
         "bitwise_xor.Tensor logical_xor.default div.Tensor_mode div.Scalar_mode",
     ),
     "aten.to.other": cast_like,

@@ -79,12 +79,17 @@ def row_combinations(
 def _whole(trial: Trial) -> tuple[Outputs, Outputs, list[Tensor] | None]:
     inputs = [x.clone().requires_grad_(flow) for x, flow in zip(trial.operands, trial.flows, strict=True)]
     outputs = trial.whole(inputs)
-    cotangents = tuple(torch.randn_like(y) if y.is_floating_point() else torch.zeros_like(y) for y in outputs)
+    cotangents = tuple(torch.zeros_like(y) if _counts(y) else torch.randn_like(y) for y in outputs)
     try:
         gradients = _gradients(inputs, outputs, cotangents)
     except (RuntimeError, ValueError, TypeError) as error:
         raise RuleError(f"its gradient fails on whole tensors: {str(error).splitlines()[0]}") from error
     return tuple(y.detach() for y in outputs), cotangents, gradients
+
+
+def _counts(y: Tensor) -> bool:
+    """Whether the elements are whole numbers, or true and false."""
+    return not (y.is_floating_point() or y.is_complex())
 
 
 def _gradients(inputs: Sequence[Tensor], outputs: Outputs, cotangents: Outputs) -> list[Tensor] | None:
@@ -214,7 +219,7 @@ def _same(found: Tensor, wanted: Tensor, what: str) -> None:
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         mine, whole = (f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (found, wanted))
         raise Differs(f"{what} differs: {mine} instead of {whole}")
-    if not wanted.is_floating_point():
+    if _counts(wanted):
         if not torch.equal(found, wanted):
             raise Differs(f"{what} differs")
         return

@@ -149,6 +149,8 @@ RULES: dict[str, Rule] = {
     "aten.movedim.intlist": _reordered(_moved),
     "aten.expand.default": expand,
     "aten.expand_as.default": expand_as,
+    "aten.view_as_complex.default": line("* c! -> *"),
+    "aten.view_as_real.default": line("* -> * c!"),
     "aten.contiguous.default": line("* -> *"),
     "aten.clone.default": line("* -> *"),
     "aten.alias.default": line("* -> *"),

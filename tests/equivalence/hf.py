@@ -23,7 +23,6 @@ NO_DROPOUT: dict[str, Any] = dict(hidden_dropout_prob=0.0, attention_probs_dropo
 ENCODER: dict[str, Any] = SIZES | NO_DROPOUT | dict(pad_token_id=1)
 DECODER: dict[str, Any] = SIZES | dict(attention_dropout=0.0, hidden_dropout=0.0)
 FEW: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-ALIBI: dict[str, Any] = {k: v for k, v in DECODER.items() if k not in ("intermediate_size", "num_hidden_layers")}
 
 
 def _gpt2(dropout: float) -> dict[str, Any]:
@@ -60,6 +59,25 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "OLMoE": ("OlmoeForCausalLM", "OlmoeConfig", KV | BALANCED | dict(num_experts=4, num_experts_per_tok=2)),
     "GraniteMoE": ("GraniteMoeForCausalLM", "GraniteMoeConfig", KV | BALANCED | dict(num_local_experts=4)),
+    "GPT-OSS": ("GptOssForCausalLM", "GptOssConfig", EXPERTS | BALANCED | dict(sliding_window=4, pad_token_id=0)),
+    "DeepSeek-V3": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        SIZES
+        | dict(num_key_value_heads=4, moe_intermediate_size=24, n_routed_experts=8, n_group=2, topk_group=1)
+        | dict(num_experts_per_tok=2, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, pad_token_id=0)
+        | dict(qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8),
+    ),
+    "Llama-4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        EXPERTS | dict(num_experts_per_tok=1, intermediate_size_mlp=40, attention_chunk_size=4, pad_token_id=0),
+    ),
+    "Mamba": (
+        "MambaForCausalLM",
+        "MambaConfig",
+        dict(hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=8, use_cache=False),
+    ),
     "OLMo-2": ("Olmo2ForCausalLM", "Olmo2Config", KV),
     "GPT-NeoX": ("GPTNeoXForCausalLM", "GPTNeoXConfig", DECODER),
     "GPT-J": ("GPTJForCausalLM", "GPTJConfig", _gpt2(0.0) | dict(rotary_dim=4)),
@@ -67,6 +85,16 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "OPT": ("OPTForCausalLM", "OPTConfig", SIZES | dict(ffn_dim=48, dropout=0.0, word_embed_proj_dim=32)),
     "BLOOM": ("BloomForCausalLM", "BloomConfig", DECODER | dict(n_layer=2, n_head=4)),
     "Falcon": ("FalconForCausalLM", "FalconConfig", DECODER),
+    "Falcon, grouped": (
+        "FalconForCausalLM",
+        "FalconConfig",
+        DECODER | dict(new_decoder_architecture=True, num_kv_heads=2),
+    ),
+    "GPT-Neo": (
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        SIZES | dict(attention_types=[[["global", "local"], 2]], num_hidden_layers=4, window_size=4),
+    ),
     "Cohere": ("CohereForCausalLM", "CohereConfig", KV),
     "Cohere-2": ("Cohere2ForCausalLM", "Cohere2Config", KV | dict(sliding_window=4)),
     "StableLM": ("StableLmForCausalLM", "StableLmConfig", KV),
@@ -80,6 +108,7 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "GLM-4": ("Glm4ForCausalLM", "Glm4Config", GROUPED | dict(pad_token_id=0)),
     "Nemotron": ("NemotronForCausalLM", "NemotronConfig", KV),
     "RoBERTa": ("RobertaForMaskedLM", "RobertaConfig", ENCODER),
+    "MPNet": ("MPNetForMaskedLM", "MPNetConfig", ENCODER),
     "ELECTRA": ("ElectraForMaskedLM", "ElectraConfig", ENCODER | dict(embedding_size=16)),
     "DistilBERT": (
         "DistilBertForMaskedLM",

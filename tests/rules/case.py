@@ -49,6 +49,10 @@ def positive(*sizes: int | Size) -> Spec:
     return Spec(sizes, lambda shape: torch.rand(shape, dtype=torch.float64) + 0.5)
 
 
+def complexes(*sizes: int | Size) -> Spec:
+    return Spec(sizes, lambda shape: torch.randn(shape, dtype=torch.complex128))
+
+
 def ints(*sizes: int | Size, low: int = 0, high: int) -> Spec:
     return Spec(sizes, lambda shape: torch.randint(low, high, shape), False)
 
@@ -85,7 +89,9 @@ class Case:
         node.meta["shape"] = self._shape(whole[0])
         order = [list(inputs).index(operand) for operand in operands(node)]
         run = PARTS.get(self.op, _unchanged)
-        flows = tuple(values[i].is_floating_point() and list(inputs.values())[i].grad for i in order)
+        flows = tuple(
+            (values[i].is_floating_point() or values[i].is_complex()) and list(inputs.values())[i].grad for i in order
+        )
 
         def call(tensors: Sequence[Tensor], function: Callable[[Any, fx.Node], Any]) -> Outputs:
             given = list(values)

@@ -118,7 +118,6 @@ CASES: list[Case] = [
     case("aten.arange.start_step", 5, 0, -1),
     case("aten.arange.start", 0.5, 7.5, dtype=torch.float64),
     case("aten.full.default", [6, 5], 2.5),
-    case("aten.scalar_tensor.default", 2.5),
     case("runtime.literal", [[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64, device=torch.device("cpu")),
     case("aten.zeros.default", [7, 4]),
     case("aten.ones.default", [12]),

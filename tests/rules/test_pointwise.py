@@ -54,6 +54,7 @@ CASES: list[Case] = [
     case("aten.minimum.default", f(6, 1), f(5)),
     case("aten.floor_divide.default", ints(6, 5, high=9), ints(5, low=1, high=4)),
     case("aten.remainder.Tensor", ints(6, 5, high=9), ints(5, low=1, high=4)),
+    case("aten.polar.default", f(6, 5), f(5)),
     case("aten.max.other", f(6, 5), f(5)),
     case("aten.min.other", ints(6, 5, high=9), ints(high=9)),
     case("aten.clamp_min.Tensor", f(6, 5), f(5)),

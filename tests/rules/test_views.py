@@ -5,7 +5,7 @@ from __future__ import annotations
 from ndcompile.placement import S
 from ndcompile.rules.rows import rows
 from ndcompile.size import Size
-from tests.rules.case import Case, bools, case, each, every_row_holds, f, ints
+from tests.rules.case import Case, bools, case, complexes, each, every_row_holds, f, ints
 
 B = Size(12, ("b",))
 
@@ -50,6 +50,8 @@ CASES: list[Case] = [
     case("aten.expand.default", f(), [12]),
     case("aten.expand_as.default", f(6, 1), f(4, 6, 5)),
     case("aten.expand_as.default", f(5), bools(12, 5)),
+    case("aten.view_as_complex.default", f(6, 5, 2)),
+    case("aten.view_as_real.default", complexes(6, 5)),
     case("aten.contiguous.default", f(6, 5)),
     case("aten.clone.default", f(6, 5)),
     case("aten.alias.default", f(6, 5)),
