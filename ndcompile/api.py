@@ -99,7 +99,10 @@ def _program(
     assert job.reference and job.emitted, "the pipeline has run all its steps"
     parameters = planning.parameters(model, job.graph, job.mesh)
     manifest = planning.manifest(model, captured, job, parameters, autocast)
-    return Program(job.emitted.source, manifest, job.mesh, job.graph, job.reference, parameters, job.problems, times)
+    return Program(
+        job.emitted.source, manifest, job.mesh, job.graph, job.reference, parameters, job.problems, times, job.emitted,
+        job.names,
+    )  # fmt: skip
 
 
 def parallelize(

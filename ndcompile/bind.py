@@ -275,9 +275,14 @@ def _container(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def execute(
-    source: str, manifest: Manifest, mesh: Mesh, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+    source: str,
+    manifest: Manifest,
+    mesh: Mesh,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    without: frozenset[str] = frozenset(),
 ) -> Root:
-    """Run the emitted text as a module (tracebacks show its lines) and make its root."""
+    """Run the emitted text as a module (tracebacks show its lines) and make its root, without some of its blocks."""
     name = f"<ndcompile {manifest.root} {hashlib.sha256(source.encode()).hexdigest()[:8]}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace: dict[str, Any] = {"__name__": f"ndcompile_emitted_{manifest.root}"}
@@ -286,7 +291,7 @@ def execute(
     shapes = {n: _shape_in_compute(plan, mesh) for n, plan in manifest.parameters.items()}
     state = State(
         mesh, parameters, buffers, shapes,
-        as_dtype(manifest.compute), as_dtype(manifest.reduce),
+        as_dtype(manifest.compute), as_dtype(manifest.reduce), without=without,
     )  # fmt: skip
     root = namespace[manifest.root](state)
     assert isinstance(root, Root), f"{manifest.root} is the emitted root"

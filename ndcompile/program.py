@@ -14,6 +14,7 @@ from torch import fx
 
 from ndcompile.checks import Duty, duties
 from ndcompile.choose import Problem
+from ndcompile.codegen.emit import Emitted, Names
 from ndcompile.dense import DenseMask, dense_masks
 from ndcompile.errors import CompileError
 from ndcompile.explain import explain
@@ -68,6 +69,8 @@ class Program:
     problems: Mapping[str, Problem] = field(repr=False)
     times: dict[str, float] = field(default_factory=dict)
     """Seconds of each step of the pipeline."""
+    emitted: Emitted | None = field(default=None, repr=False)
+    names: Names | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return self.source

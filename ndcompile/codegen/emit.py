@@ -12,7 +12,7 @@ from torch import fx
 
 from ndcompile.codegen.ops import KEEPS_NAME, Writer
 from ndcompile.codegen.segments import Loop, Segment, segments, statements
-from ndcompile.codegen.sizes import SizeNames, axis_name
+from ndcompile.codegen.sizes import SizeFacts, SizeNames, axis_name
 from ndcompile.codegen.wrap import wrapped
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import COLLECTIVES, I, R
@@ -26,11 +26,12 @@ RESERVED = frozenset(keyword.kwlist) | frozenset(
 
 @dataclass
 class Emitted:
-    """The source, the name of its root class, and the axes whose flattened groups it uses."""
+    """The source, the name of its root class, the axes whose flattened groups it uses, and what its sizes mean."""
 
     source: str
     root: str
     flattened: list[tuple[str, ...]]
+    sizes: SizeFacts
 
 
 @dataclass
@@ -66,7 +67,8 @@ class _Emitter:
         classes = self._classes()
         root = self._root()
         flattened = sorted(axes for axes in self.axes if len(axes) > 1)
-        return Emitted("\n".join(wrapped([*self._head(), *classes, *root])) + "\n", self.root, flattened)
+        source = "\n".join(wrapped([*self._head(), *classes, *root])) + "\n"
+        return Emitted(source, self.root, flattened, self.sizes.facts(self.graph))
 
     # ---- the head ------------------------------------------------------------------------------------------------
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
 from ndcompile.mesh import MeshSpec
 from ndcompile.rules.notation import Signature
-from ndcompile.rules.registry import op_name, operands
+from ndcompile.rules.registry import arguments, op_name, operands
 from ndcompile.size import ONE
 
 Element = tuple[str, int | str]
@@ -28,6 +29,18 @@ CONFIG = {
     "vocab_size": "vocab", "num_key_value_heads": "kv_heads", "max_position_embeddings": "positions",
 }  # fmt: skip
 """What transformers' configs call the sizes that get a name of their own."""
+
+
+@dataclass(frozen=True)
+class SizeFacts:
+    """The numbers behind the names; of each value its dims' texts (None where a dim is symbolic); and which texts are
+    equal whatever the numbers are."""
+
+    table: dict[str, int]
+    dims: dict[str, tuple[str | None, ...]]
+    equal: list[tuple[str, str]]
+    least: list[tuple[str, int]]
+    """Below which number a text may not be, since a place in the dim is written as one."""
 
 
 @dataclass
@@ -129,6 +142,75 @@ class SizeNames:
     def _factor(self, node: fx.Node, factor: str) -> str:
         size = self.factors[node.name].sizes[factor]
         return self._name((node.name, factor), f"n{size.coefficient}") if size.constant else str(size)
+
+    def facts(self, graph: fx.GraphModule) -> SizeFacts:
+        """What holds between the names, for whoever chooses other numbers for them."""
+        dims, equal = dict[str, tuple[str | None, ...]](), set[tuple[str, str]]()
+        for node in graph.graph.nodes:
+            if "sizes" in node.meta:
+                sizes = enumerate(node.meta["sizes"])
+                dims[node.name] = tuple(self.whole(node, d) if isinstance(n, int) else None for d, n in sizes)
+        for node in graph.graph.nodes:
+            for value, dim, text in self._products(node):
+                equal.add((str(dims[value.name][dim]), text))
+            for dim, written in enumerate(dims.get(node.name, ())):
+                also = self.names.get(self.root((node.name, dim)))
+                if written is not None and also is not None:
+                    equal.add((also, written))
+            equal |= set(self._sums(node, dims))
+        least = [found for node in graph.graph.nodes for found in self._reached(node)]
+        return SizeFacts(dict(self.table), dims, sorted(pair for pair in equal if pair[0] != pair[1]), least)
+
+    def _reached(self, node: fx.Node) -> Iterator[tuple[str, int]]:
+        """The ends of slices that are written as numbers."""
+        if node.op != "call_function" or op_name(node.target) != "aten.slice.Tensor":
+            return
+        source, given = operands(node)[0], arguments(node)
+        dim = given["dim"] % len(source.meta["sizes"])
+        if isinstance(source.meta["sizes"][dim], int) and isinstance(given["end"], int):
+            end = min(given["end"], source.meta["sizes"][dim])
+            if self.fraction(source, dim, end) == str(end):
+                yield self.whole(source, dim), end
+
+    def _products(self, node: fx.Node) -> Iterator[tuple[fx.Node, int, str]]:
+        """Operands' dims that an op takes as products of others."""
+        signature = self.factors.get(node.name)
+        if signature is None:
+            return
+        for value, factors in zip(operands(node), signature.operands, strict=True):
+            for dim, several in enumerate(factors):
+                if len(several) > 1 and isinstance(value.meta["sizes"][dim], int):
+                    yield value, dim, " * ".join(self._factor(node, f) for f in several)
+
+    def _sums(self, node: fx.Node, dims: Mapping[str, tuple[str | None, ...]]) -> Iterator[tuple[str, str]]:
+        """Dims that are put together from others, or cut from them."""
+        name = op_name(node.target) if node.op == "call_function" else ""
+        if name not in ("aten.cat.default", "aten.slice.Tensor", "_operator.getitem") or "sizes" not in node.meta:
+            return
+        values = operands(node)
+        if name == "_operator.getitem":
+            pieces = {v.target for v in values}
+            if torch.ops.aten.split.Tensor not in pieces and torch.ops.aten.split_with_sizes.default not in pieces:
+                return
+            for dim, size in enumerate(node.meta["sizes"]):
+                source = operands(values[0])[0]
+                if isinstance(size, int):
+                    yield str(dims[node.name][dim]), self.fraction(source, dim, size)
+            return
+        dim = arguments(node)["dim"] % len(node.meta["sizes"])
+        if not isinstance(node.meta["sizes"][dim], int):
+            return
+        if name == "aten.cat.default":
+            yield str(dims[node.name][dim]), " + ".join(str(dims[v.name][dim]) for v in values)
+        elif arguments(node)["step"] == 1:
+            yield str(dims[node.name][dim]), self._length(values[0], dim, arguments(node))
+
+    def _length(self, source: fx.Node, dim: int, given: Mapping[str, Any]) -> str:
+        size = source.meta["sizes"][dim]
+        ends = [given["start"] or 0, size if given["end"] is None else min(given["end"], size)]
+        start, end = (n + size if n < 0 else n for n in ends)
+        texts = [self.fraction(source, dim, n) for n in (start, end)]
+        return f"{texts[1]} - ({texts[0]})"
 
     def expression(self, size: Any) -> str:
         """A global size in `b` (this rank's batch) and `s` (the whole sequence)."""

@@ -18,7 +18,8 @@ from ndcompile.runtime.weights import Bucket, Weight
 class State:
     """What the emitted classes of one program share: parameters and buffers by full name, and how they are cast.
 
-    `shapes` are the parameters' shapes, whole along gathered axes and local along all others.
+    `shapes` are the parameters' shapes, whole along gathered axes and local along all others. Blocks in `without` are
+    left out, and loops run over the others (verification runs a few rounds of many).
     """
 
     mesh: Mesh
@@ -28,6 +29,7 @@ class State:
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     order: list[Bucket] = field(default_factory=list)
+    without: frozenset[str] = frozenset()
 
     def bucket(self, weights: Mapping[str, Weight], prefix: str) -> Bucket:
         """The bucket of a segment; names starting with `/` are full ones, others stand below `prefix`."""
@@ -98,7 +100,8 @@ class Root:
     def __init__(self, state: State) -> None:
         self._state = state
         self._buckets = {title: state.bucket(weights, "") for title, weights in self.weights.items()}
-        self._blocks = {path: kind(state, path) for text, kind in self.blocks.items() for path in _paths(text)}
+        every = {path: kind for text, kind in self.blocks.items() for path in _paths(text)}
+        self._blocks = {path: kind(state, path) for path, kind in every.items() if path not in state.without}
 
     @torch.compiler.disable
     def gathered(self, title: str) -> Uncompiled:

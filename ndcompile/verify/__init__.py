@@ -6,6 +6,7 @@ computes is compared with the reference graph on one device. The module is what 
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from types import ModuleType
@@ -14,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from ndcompile import checks, pipeline
+from ndcompile.errors import CompileError
 from ndcompile.program import Program
 from ndcompile.verify.arithmetic import PRIME, Domain, Field, Float64, NotInDomain, ZeroDenominator
 from ndcompile.verify.compare import Comparison, compare
@@ -21,6 +23,7 @@ from ndcompile.verify.execute import on_one_device, on_ranks
 from ndcompile.verify.localise import begins_at
 from ndcompile.verify.report import Claim, Report
 from ndcompile.verify.sample import Sample, draw, symbol_sizes
+from ndcompile.verify.shrink import Small, parameter_count, shrink
 
 __all__ = ["Claim", "Report", "verify"]
 
@@ -47,24 +50,71 @@ def verify(
     the gradient norm, and the parameters after two clipped steps of AdamW over `microbatches` each.
 
     Needs no process group and no GPU. `model` is needed where it has integer buffers. `source` is another text to run
-    in place of the program's.
+    in place of the program's. A large program runs at small sizes on a small mesh, with the text that it has (`shrink`).
     """
     types = _types(program)
     exact, float64 = _Layer(), _Layer()
+    cases = _cases(program, model)
     for seed in range(seeds):
         if exact.held is not False:
-            _run(program, model, Field, seed, microbatches, source, exact)
+            _run(cases[seed % len(cases)], model, Field, seed, microbatches, source, exact)
     float64.located = bool(exact.differences)
-    _run(program, model, Float64, 0, microbatches, source, float64)
+    _run(cases[0], model, Float64, 0, microbatches, source, float64)
     worst = exact if exact.held is False else float64
     return Report(
         f"{program.manifest.model} on {program.mesh}",
-        [types, _exact_claim(exact, seeds, microbatches, program), _float64_claim(float64)],
-        symbol_sizes(program),
+        [types, _exact_claim(exact, seeds, microbatches, cases), _float64_claim(float64)],
+        [_sizes(case) for case in cases[: max(seeds, 1)]],
         worst.differences,
         worst.begins,
-        NOT_CHECKED + [f"the prime field: {exact.unknown}"] * bool(exact.unknown),
+        _not_checked(cases[0], exact),
     )
+
+
+def _not_checked(case: Program, exact: _Layer) -> list[str]:
+    more = [f"the prime field: {exact.unknown}"] if exact.unknown else []
+    if isinstance(case, Small):
+        more.append("the reference graph at small sizes: there the text for one device stands for it")
+    return NOT_CHECKED + more
+
+
+RANKS, ELEMENTS = 16, 2_000_000
+"""A program of more ranks, or with more elements in its parameters, runs at small sizes."""
+
+
+def _cases(program: Program, model: nn.Module | None) -> list[Program]:
+    """The program itself; of a large one two small ones, with axes of equal and of coprime sizes."""
+    if program.mesh.world_size <= RANKS and parameter_count(program) <= ELEMENTS:
+        return [program]
+    last = {axis.name: 3 for axis in program.mesh.axes[-1:]}
+    several = [{}, last] if len(program.mesh.axes) > 1 else [{}]
+    return [_fitting(program, model, ranks) for ranks in several]
+
+
+def _fitting(program: Program, model: nn.Module | None, ranks: dict[str, int]) -> Program:
+    """The first small program whose reference runs."""
+    failure: Exception | None = None
+    for small in itertools.islice(shrink(program, ranks), ATTEMPTS):
+        domain = Float64(0)
+        try:
+            on_one_device(small, draw(small, domain, model, steps=1), domain)
+        except FAILURES as error:
+            failure = error
+            continue
+        return small
+    raise CompileError(
+        "no small sizes were found at which the model runs", why=str(failure), tries="a smaller configuration"
+    ) from failure
+
+
+def _sizes(case: Program) -> str:
+    """At which sizes it ran."""
+    symbols = ", ".join(f"{name} = {size}" for name, size in symbol_sizes(case).items())
+    if not isinstance(case, Small):
+        return f"{symbols}; others as in the program"
+    named = ", ".join(f"{name} = {size}" for name, size in case.named.items())
+    left = f", without {len(case.without)} blocks" if case.without else ""
+    return f"{case.mesh}: {named}, {symbols}{left}"
 
 
 class _Layer:
@@ -122,7 +172,7 @@ def _compare(program: Program, sample: Sample, domain: Domain, source: str | Non
     comparison = compare(program, right, found, domain)
     layer.comparison.join(comparison)
     layer.differences += [str(d) for d in comparison.differences]
-    if comparison.differences and not layer.located:
+    if comparison.differences and not layer.located and not isinstance(program, Small):
         layer.begins = begins_at(program, sample, domain, source, comparison.differences)
     layer.ran += 1
 
@@ -133,12 +183,12 @@ def _types(program: Program) -> Claim:
     try:
         for step in steps:
             for check in step.ensures:
-                check(program.graph, program.mesh)
-        nodes = [n for n in program.graph.graph.nodes if n.op == "call_function"]
+                check(program.folded, program.mesh)
+        nodes = [n for n in program.folded.graph.nodes if n.op == "call_function"]
         moves = sum("move" in n.meta for n in nodes)
         evidence = [
             f"{len(nodes)} values have legal layouts, {moves} conversions are rows of the table, "
-            f"{len(program.duties())} uses of parameters are reduced exactly once"
+            f"{len(checks.duties(program.folded, program.mesh))} uses of parameters are reduced exactly once"
         ]
         held = True
     except checks.CheckError as error:
@@ -146,15 +196,16 @@ def _types(program: Program) -> Claim:
     return Claim("proved (types)", held, evidence, time.perf_counter() - begin)
 
 
-def _exact_claim(layer: _Layer, seeds: int, microbatches: int, program: Program) -> Claim:
+def _exact_claim(layer: _Layer, seeds: int, microbatches: int, cases: list[Program]) -> Claim:
     if layer.unknown and not layer.differences:
         return Claim("equal over F_p", None, [layer.unknown], layer.seconds)
     if layer.differences:
         return Claim("equal over F_p", False, [layer.differences[0]], layer.seconds)
     again = f", {layer.drawn_again} samples drawn again" if layer.drawn_again else ""
+    ranks = " and ".join(str(case.mesh.world_size) for case in cases[:seeds])
     c, chance = layer.comparison, min(1.0, layer.degree / PRIME)
     evidence = [
-        f"{seeds} seeds{again}; 2 steps of {microbatches} microbatches on {program.mesh.world_size} ranks: "
+        f"{seeds} seeds{again}; 2 steps of {microbatches} microbatches on {ranks} ranks: "
         f"{c.tensors:,} tensors, {c.elements:,} elements, the difference is 0",
         f"p = {PRIME}; one element of another function would pass by chance with at most about {chance**seeds:.0e}",
     ]

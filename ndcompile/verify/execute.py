@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from ndcompile.mesh import MeshSpec
 from ndcompile.placement import Layout
 from ndcompile.program import Program
 from ndcompile.rules.registry import results
-from ndcompile.runtime import Root, private
+from ndcompile.runtime import Mesh, Root, private
 from ndcompile.verify.arithmetic import Domain
 from ndcompile.verify.lockstep import mesh_of, run_one, run_ranks
 from ndcompile.verify.places import part
 from ndcompile.verify.sample import Sample
+from ndcompile.verify.shrink import Small
 
 STEPS = 2
 CLIP = 0.1
@@ -53,7 +54,12 @@ def on_one_device(program: Program, sample: Sample, domain: Domain) -> list[Step
             pairs = [(y, g * s) for y, g, s in zip(found, cotangents, scales, strict=True) if g is not None]
             _backward(pairs)
 
+        alone = _alone(program, leaves, own)
+
         def forward(inputs: Sequence[Tensor]) -> Sequence[Any]:
+            if alone is not None:
+                found = alone.forward(*inputs, *([own.key] if program.manifest.random else []))
+                return [*found, *(own.buffers[name].clone() for name in program.manifest.updates)]
             found = walk(program.reference, own, leaves, inputs)
             names = program.manifest.updates
             own.buffers.update(zip(names, found[len(found) - len(names) :], strict=True))
@@ -93,7 +99,20 @@ def on_ranks(program: Program, sample: Sample, domain: Domain, source: str | Non
 
 
 def emitted(program: Program, source: str | None, rank: int, leaves: Mapping[str, Tensor], sample: Sample) -> Root:
-    return execute(source or str(program), program.manifest, mesh_of(program.mesh, rank), leaves, sample.buffers)
+    without: frozenset[str] = frozenset()
+    if isinstance(program, Small):
+        source, without = program.renumbered(source) if source else None, program.without
+    mesh = mesh_of(program.mesh, rank)
+    return execute(source or str(program), program.manifest, mesh, leaves, sample.buffers, without)
+
+
+def _alone(program: Program, leaves: Mapping[str, Tensor], sample: Sample) -> Root | None:
+    """At small sizes the text for one device, since the numbers in the reference graph are the large ones."""
+    if not isinstance(program, Small):
+        return None
+    plans = {n: replace(p, dims=((),) * len(p.shape)) for n, p in program.manifest.parameters.items()}
+    manifest = replace(program.manifest, mesh="one rank", parameters=plans)
+    return execute(program.one_rank, manifest, Mesh(MeshSpec(())), leaves, sample.buffers, program.without)
 
 
 def forward_of(root: Root, program: Program, own: Sample, inputs: Sequence[Tensor], rank: int) -> list[Any]:

@@ -1,4 +1,298 @@
 """A program at small sizes, on a small mesh, with few blocks: the same text, other numbers in its table.
 
-(Being built by the lead, with its test in tests/verify/test_shrink.py.)
+The emitted text holds no size but by name, and no rank. So the text of a program for 8,192 ranks runs on 16 as it is,
+once the line that names the mesh and the table of sizes have other numbers. Which numbers will do is known from the
+graph: a dim that an op takes as a product of others is that product, a dim that an axis cuts evenly is cut evenly, and
+one that it does not is not. Of a run of equal blocks three are kept: the first, one in the middle, and its successor.
 """
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from ndcompile.codegen.emit import emit
+from ndcompile.codegen.sizes import SizeFacts
+from ndcompile.errors import CompileError
+from ndcompile.fold import Place
+from ndcompile.mesh import MeshSpec
+from ndcompile.passes.measure_values import measure_values
+from ndcompile.passes.propagate_layouts import propagate_layouts
+from ndcompile.pipeline import copied
+from ndcompile.program import Parameter, Program
+from ndcompile.runtime.manifest import Manifest, ParameterPlan
+
+LARGEST = 48
+"""The largest number that is tried for a size that nothing else fixes."""
+
+ROUNDS = 2
+"""How many of the rounds that a run's second one stands for are kept."""
+
+
+@dataclass
+class Small(Program):
+    """A program whose sizes were changed. `one_rank` is the text for one device at these sizes."""
+
+    one_rank: str = ""
+    without: frozenset[str] = frozenset()
+    """The blocks that are left out."""
+    named: dict[str, int] = field(default_factory=dict)
+    """The numbers of the text's table."""
+
+    def renumbered(self, source: str) -> str:
+        """Another text for the large program, with this one's mesh and table."""
+        assert self.emitted is not None, "a compiled program"
+        return _with_numbers(source, self.emitted.sizes, self.named, self.mesh)
+
+
+def shrink(program: Program, ranks: Mapping[str, int] | None = None) -> Iterator[Small]:
+    """Programs with the same text at small sizes, smallest first; `ranks` gives axes another size than 2.
+
+    Sizes that the facts do not rule out may still not fit together: then the text raises when it runs, and the next
+    one is to be tried. Raises `CompileError` where there is no table to change, or none that would do.
+    """
+    if program.emitted is None or program.names is None:
+        raise CompileError("a program that was loaded has no graph to be verified", tries="verify before it is saved")
+    mesh = MeshSpec.parse(", ".join(f"{a.name}={(ranks or {}).get(a.name, 2)}" for a in program.mesh.axes))
+    alone = _on_one_rank(program)
+    found = False
+    for sizes in tables(program, mesh):
+        found = True
+        yield _small(program, alone, mesh, sizes)
+    if not found:
+        raise CompileError(
+            "no small sizes were found that keep the program's text",
+            why="the numbers in its table fit together in no other way",
+            tries="the same model with a smaller configuration",
+        )
+
+
+# ---- the numbers ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What must hold of some names; where one side is a single name, the other says what it is."""
+
+    names: frozenset[str]
+    holds: Callable[[Mapping[str, int]], bool]
+    name: str = ""
+    value: Callable[[Mapping[str, int]], int] | None = None
+
+
+def tables(program: Program, mesh: MeshSpec) -> Iterator[dict[str, int]]:
+    """Numbers for all names, small and different from each other where they are in the program."""
+    assert program.emitted is not None, "a compiled program"
+    facts = program.emitted.sizes
+    names = sorted(_names(facts), key=lambda name: facts.table[name])
+    rules = [*_equalities(facts), *_cuts(program, facts, mesh), *_halves(facts), *_ends(facts)]
+    yield from _search(names, facts.table, rules, {})
+
+
+def _names(facts: SizeFacts) -> set[str]:
+    texts = [text for dims in facts.dims.values() for text in dims if text]
+    texts += [text for pair in facts.equal for text in pair]
+    return {name for text in texts for name in _words(text)} | set(facts.table)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[A-Za-z_]\w*", text)
+
+
+def _number(text: str) -> Callable[[Mapping[str, int]], int]:
+    code = compile(text, "<size>", "eval")
+    return lambda table: int(eval(code, {"__builtins__": {}}, dict(table)))
+
+
+def _equalities(facts: SizeFacts) -> Iterator[_Rule]:
+    for left, right in facts.equal:
+        one, two = _number(left), _number(right)
+        names = frozenset(_words(left) + _words(right))
+
+        def holds(table: Mapping[str, int], one: Any = one, two: Any = two) -> bool:
+            return bool(one(table) == two(table))
+
+        yield _Rule(names, holds)
+        yield from (_Rule(names, holds, a, b) for a, b in ((left, two), (right, one)) if a.isidentifier())
+
+
+def _cuts(program: Program, facts: SizeFacts, mesh: MeshSpec) -> Iterator[_Rule]:
+    """A dim that axes cut evenly stays so, an uneven one too, and no rank is left without a part of it."""
+    seen = set()
+    for node in program.folded.graph.nodes:
+        layouts = [node.meta[key] for key in ("layout", "stored") if node.meta.get(key) is not None]
+        for dim, axes in (pair for layout in layouts for pair in enumerate(layout.dims)):
+            text = facts.dims.get(node.name, ())[dim] if node.name in facts.dims else None
+            if not axes or text is None:
+                continue
+            even = node.meta["sizes"][dim] % program.mesh.size(*axes) == 0
+            if (text, axes, even) in seen:
+                continue
+            seen.add((text, axes, even))
+            size, parts = _number(text), mesh.size(*axes)
+
+            def holds(table: Mapping[str, int], size: Any = size, parts: int = parts, even: bool = even) -> bool:
+                return (size(table) % parts == 0) == even and size(table) >= parts
+
+            yield _Rule(frozenset(_words(text)), holds)
+
+
+def _halves(facts: SizeFacts) -> Iterator[_Rule]:
+    """What is written as a part of a size is a whole part of it."""
+    texts = {text for pair in facts.equal for text in pair} | {t for dims in facts.dims.values() for t in dims if t}
+    for text in texts:
+        for whole, parts in re.findall(r"(\w+(?: \* \w+)*) // (\d+)", text):
+            size, count = _number(whole), int(parts)
+
+            def holds(table: Mapping[str, int], size: Any = size, count: int = count) -> bool:
+                return bool(size(table) % count == 0)
+
+            yield _Rule(frozenset(_words(whole)), holds)
+
+
+def _ends(facts: SizeFacts) -> Iterator[_Rule]:
+    """A dim reaches to the place in it that is written as a number."""
+    for text, number in facts.least:
+        size = _number(text)
+
+        def holds(table: Mapping[str, int], size: Any = size, number: int = number) -> bool:
+            return bool(size(table) >= number)
+
+        yield _Rule(frozenset(_words(text)), holds)
+
+
+def _search(
+    names: list[str], real: Mapping[str, int], rules: list[_Rule], table: dict[str, int]
+) -> Iterator[dict[str, int]]:
+    left = [name for name in names if name not in table]
+    if not left:
+        yield dict(table)
+        return
+    name, candidates = left[0], None
+    for rule in rules:
+        if rule.name in left and rule.value is not None and rule.names - {rule.name} <= set(table):
+            name, candidates = rule.name, [rule.value(table)]
+            break
+    if candidates is None:
+        taken = {table[other] for other in table if real[other] != real[name]}
+        candidates = [n for n in range(2, LARGEST + 1) if n < real[name] and n not in taken] + [real[name]]
+    about = [rule for rule in rules if name in rule.names]
+    for candidate in candidates:
+        table[name] = candidate
+        if candidate > 0 and all(not rule.names <= set(table) or rule.holds(table) for rule in about):
+            yield from _search(names, real, rules, table)
+        del table[name]
+
+
+# ---- the program ---------------------------------------------------------------------------------------------------
+
+
+def _on_one_rank(program: Program) -> Any:
+    """The text for one device, which has the same names for the same sizes."""
+    graph, mesh = copied(program.folded_reference), MeshSpec(())
+    measure_values(graph, mesh)
+    propagate_layouts(graph, mesh, {})
+    assert program.names is not None, "a compiled program"
+    return emit(graph, mesh, program.names, program.manifest.model)
+
+
+def _small(program: Program, alone: Any, mesh: MeshSpec, sizes: dict[str, int]) -> Small:
+    assert program.emitted is not None, "a compiled program"
+    facts, without = program.emitted.sizes, _left_out(program.folded)
+    shapes = _shapes(program, facts, sizes)
+    parameters = {
+        name: Parameter(name, shapes.get(name, p.shape), p.dtype, p.layout)
+        for name, p in program.parameters.items()
+        if not _inside(name, without)
+    }
+    return Small(
+        source=_with_numbers(program.source, facts, sizes, mesh),
+        manifest=_manifest(program.manifest, parameters, mesh),
+        mesh=mesh,
+        folded=_resized(program.folded, facts, sizes),
+        folded_reference=_resized(program.folded_reference, facts, sizes),
+        parameters=parameters,
+        problems=program.problems,
+        emitted=program.emitted,
+        names=program.names,
+        one_rank=_with_numbers(alone.source, alone.sizes, sizes, MeshSpec(())),
+        without=without,
+        named={name: sizes[name] for name in facts.table},
+    )
+
+
+def _left_out(graph: fx.GraphModule) -> frozenset[str]:
+    kept: set[str] = set()
+    gone: set[str] = set()
+    for place in {n.meta["place"] for n in graph.graph.nodes if n.meta.get("place") is not None}:
+        keeps = _shorter(place).stands_for
+        kept |= set(keeps)
+        gone |= set(place.stands_for) - set(keeps)
+    return frozenset(gone - kept)
+
+
+def _shorter(place: Place) -> Place:
+    return replace(place, stands_for=place.stands_for[:ROUNDS]) if len(set(place.stands_for)) > 1 else place
+
+
+def _inside(name: str, blocks: frozenset[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:i]) in blocks for i in range(1, len(parts) + 1))
+
+
+def _shapes(program: Program, facts: SizeFacts, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    found = {}
+    for node in program.folded.graph.find_nodes(op="placeholder"):
+        for name in node.meta.get("stands_for", (node.meta.get("name", ""),)):
+            if node.meta["role"] == "parameter":
+                found[name] = _at(facts, node, sizes)
+    return found
+
+
+def _at(facts: SizeFacts, node: fx.Node, sizes: Mapping[str, int]) -> tuple[Any, ...]:
+    texts = facts.dims[node.name]
+    return tuple(n if t is None else _number(t)(sizes) for n, t in zip(node.meta["sizes"], texts, strict=True))
+
+
+def _resized(graph: fx.GraphModule, facts: SizeFacts, sizes: Mapping[str, int]) -> fx.GraphModule:
+    """A copy that knows the small sizes and the kept rounds. The numbers in its arguments are the old ones."""
+    new = copied(graph)
+    for node in new.graph.nodes:
+        if node.name in facts.dims and "sizes" in node.meta:
+            node.meta["sizes"] = _at(facts, node, sizes)
+        if node.meta.get("place") is not None:
+            node.meta["place"] = _shorter(node.meta["place"])
+        if "stands_for" in node.meta:
+            node.meta["stands_for"] = node.meta["stands_for"][:ROUNDS]
+    return new
+
+
+def _manifest(manifest: Manifest, parameters: Mapping[str, Parameter], mesh: MeshSpec) -> Manifest:
+    plans = {
+        name: ParameterPlan(parameters[name].shape, plan.dtype, plan.dims, plan.requires_grad)
+        for name, plan in manifest.parameters.items()
+        if name in parameters
+    }
+    multiples = {s: {axis: mesh.size(axis) for axis in axes} for s, axes in manifest.multiples.items()}
+    aliases = {name: first for name, first in manifest.aliases.items() if first in plans}
+    return replace(manifest, mesh=str(mesh), parameters=plans, aliases=aliases, multiples=multiples)
+
+
+def _with_numbers(source: str, facts: SizeFacts, sizes: Mapping[str, int], mesh: MeshSpec) -> str:
+    """The text with the small mesh and the small table, every other character as it was."""
+    text = "" if not mesh.axes else str(mesh)
+    source = re.sub(r'^MESH = current\("[^"]*"', f'MESH = current("{text}"', source, count=1, flags=re.MULTILINE)
+    for name, number in facts.table.items():
+        if name not in sizes:
+            raise CompileError(f"the text for one device calls a size '{name}', which the program's does not")
+        source = re.sub(rf"^{name} = {number}$", f"{name} = {sizes[name]}", source, count=1, flags=re.MULTILINE)
+    return source
+
+
+def parameter_count(program: Program) -> int:
+    return sum(math.prod(p.shape) for p in program.parameters.values())

@@ -1,0 +1,100 @@
+"""A large program is verified with the text that it has, at small sizes, on a small mesh, with few blocks."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+import time
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import ndcompile as nd
+from ndcompile.program import Program
+from ndcompile.verify.shrink import shrink
+from tests.test_large import llama, of_405b
+
+
+def changed_lines(one: str, two: str) -> list[tuple[str, str]]:
+    pairs = zip(one.splitlines(), two.splitlines(), strict=True)
+    return [(a, b) for a, b in pairs if a != b]
+
+
+def test_only_the_mesh_and_the_table_of_sizes_are_other_numbers() -> None:
+    program, _ = of_405b()
+    small = next(shrink(program))
+    changed = changed_lines(program.source, small.source)
+    (mesh, small_mesh), *table = changed
+    assert mesh.startswith('MESH = current("dp_replicate=8, dp_shard=64, tp.0=8, tp.1=2"')
+    assert small_mesh.startswith('MESH = current("dp_replicate=2, dp_shard=2, tp.0=2, tp.1=2"')
+    assert [a.split(" = ")[0] for a, _ in table] == "heads head_dim vocab hidden ffn kv_heads n16".split()
+    assert all(re.fullmatch(r"\w+ = \d+", line) for pair in table for line in pair)
+    assert not list(difflib.context_diff([b for _, b in table], [f"{k} = {v}" for k, v in small.named.items()][:7]))
+
+
+def test_sizes_keep_what_holds_between_them() -> None:
+    program, _ = of_405b()
+    for small in itertools.islice(shrink(program, {"tp.1": 3}), 5):
+        at = small.named
+        assert at["hidden"] == at["heads"] * at["head_dim"]
+        assert at["heads"] == at["kv_heads"] * at["n16"]
+        assert at["head_dim"] % 2 == 0 and at["kv_heads"] % 2 == 0 and at["heads"] % 6 == 0
+        assert at["vocab"] % 6 == 0 and at["ffn"] % 6 == 0
+        assert len({at[name] for name in ("heads", "head_dim", "vocab", "hidden", "ffn", "kv_heads")}) == 6
+        kept = {name.split(".")[2] for name in small.parameters if ".layers." in name}
+        assert kept == {"0", "1", "2"}
+
+
+def test_405b_on_8192_ranks_is_equal_to_one_device_in_a_prime_field() -> None:
+    """One seed here, on 16 ranks. CPU seconds of this process; the bar is 120 for all of it."""
+    program, _ = of_405b()
+    begin = time.process_time()
+    report = nd.verify(program, seeds=1, microbatches=1)
+    assert report.equal, str(report)
+    assert [claim.held for claim in report.claims] == [True, True, True]
+    assert "16 ranks" in report.claims[1].evidence[0] and "without 123 blocks" in report.sizes[0]
+    assert time.process_time() - begin < 60
+
+
+BUGS = {
+    "a norm's gradient is not summed over tp": ('reduce=("tp",)', ""),
+    "the sequence is gathered along another dim": ("all_gather(mul_4, tp, dim=1)", "all_gather(mul_4, tp, dim=0)"),
+    "a reduction is dropped": ("reduce_scatter(o_proj, tp, dim=1)", "o_proj.chunk(tp.size, 1)[tp.index]"),
+    "a rank counts its own tokens": ("total_2 = all_reduce(total_2, dp_shard)", "total_2 = total_2 * dp_shard.size"),
+}
+
+
+@cache
+def of_8b() -> Program:
+    return nd.compile(llama(32, 4096, 14_336, 32), "dp_shard=32, tp=8")
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_in_a_large_programs_text_is_found_at_small_sizes(name: str) -> None:
+    program = of_8b()
+    right, wrong = BUGS[name]
+    assert right in program.source
+    report = nd.verify(program, seeds=1, microbatches=1, source=program.source.replace(right, wrong))
+    assert not report.equal and report.differences
+
+
+class Literal(nn.Module):
+    """Cut at a place that is no part of a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3000, 3000), nn.Linear(1000, 3000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.up(x)[:, 700:1700].relu())
+        return y
+
+
+def test_a_number_in_the_text_keeps_its_size() -> None:
+    program = nd.compile(Literal(), "tp=2", torch.zeros(4, 3000))
+    small = next(shrink(program))
+    assert small.parameters["down.weight"].shape[1] == 1000
+    assert nd.verify(program, seeds=1, microbatches=1).equal
