@@ -50,7 +50,7 @@ def verify(
     the gradient norm, and the parameters after two clipped steps of AdamW over `microbatches` each.
 
     Needs no process group and no GPU. `model` is needed where it has integer buffers. `source` is another text to run
-    in place of the program's. A large program runs at small sizes on a small mesh, with the text that it has (`shrink`).
+    in place of the program's. A large program runs at small sizes on a small mesh, with its own text (`shrink`).
     """
     types = _types(program)
     exact, float64 = _Layer(), _Layer()
