@@ -173,23 +173,22 @@ def _not_captured(model: nn.Module, error: Exception) -> CompileError:
 def _label_placeholders(
     exported: torch.export.ExportedProgram, model: nn.Module, names: list[str], attributes: Mapping[int, Tensor]
 ) -> tuple[str, ...]:
-    """Say of each placeholder what it is, and make one of the placeholders of a tied parameter."""
-    first = {id(p): name for name, p in model.named_parameters()}
-    canonical = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    """Say of each placeholder what it is, and make one of the placeholders of a tied parameter or buffer."""
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    canonical = {name: first[id(tensor)] for name, tensor in every}
     owners = {name: p.requires_grad for name, p in model.named_parameters()}
     inputs = iter(names)
     graph, merged, found = exported.graph_module.graph, dict[str, fx.Node](), list[str]()
     for node, spec in zip(graph.find_nodes(op="placeholder"), exported.graph_signature.input_specs, strict=True):
         kind = spec.kind.name
-        if kind == "PARAMETER":
+        if kind in ("PARAMETER", "BUFFER"):
             name = canonical[spec.target or ""]
             if name in merged:
                 node.replace_all_uses_with(merged[name])
                 continue
             merged[name] = node
-            node.meta |= dict(role="parameter", name=name, grad=owners[name])
-        elif kind == "BUFFER":
-            node.meta |= dict(role="buffer", name=spec.target, grad=False)
+            node.meta |= dict(role=kind.lower(), name=name, grad=owners.get(name, False))
         elif kind == "CONSTANT_TENSOR":
             constant = exported.constants[spec.target or ""]
             assert isinstance(constant, Tensor), f"{spec.target} is a tensor constant"

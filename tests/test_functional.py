@@ -231,6 +231,23 @@ def test_batch_norm_in_training_is_torchs(options: dict[str, Any]) -> None:
     computes_what_the_model_does(net, IMAGES, steps=3)
 
 
+class Shared(nn.Module):
+    """One batch norm under two names, called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.norm = nn.Linear(6, 6), nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.again = self.norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(self.two(torch.tanh(self.norm(self.one(x)))))
+
+
+def test_a_norm_that_is_called_twice_is_updated_twice_under_its_first_name() -> None:
+    computes_what_the_model_does(Shared().double())
+    assert set(compiled(Shared()).manifest.updates) == {f"norm.{name}" for name, _ in nn.BatchNorm1d(6).named_buffers()}
+
+
 def test_batch_norm_loses_no_digits_where_the_mean_is_large() -> None:
     norm = nn.BatchNorm2d(3).double()
     x = IMAGES + 1e6
