@@ -13,11 +13,12 @@ def test_short_lines_and_commented_ones_stay() -> None:
 
 
 def test_targets_and_arguments_stand_in_rows() -> None:
-    targets = ", ".join(f"count_{i}" for i in range(12))
+    targets = ", ".join(f"count_{i}" for i in range(14))
     given = ", ".join(f'self.buffer("layers.{i}.running_mean")' for i in range(4))
     assert wrapped([f'    {targets} = self.block("blocks.0")(x, {given})']) == [
         "    (",
-        "        count_0, count_1, count_2, count_3, count_4, count_5, count_6, count_7, count_8, count_9, count_10, count_11,",
+        "        " + "".join(f"count_{i}, " for i in range(12)).rstrip(),
+        "        count_12, count_13,",
         '    ) = self.block("blocks.0")(',
         '        x, self.buffer("layers.0.running_mean"), self.buffer("layers.1.running_mean"),',
         '        self.buffer("layers.2.running_mean"), self.buffer("layers.3.running_mean"),',
