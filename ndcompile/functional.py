@@ -86,11 +86,7 @@ class _Names:
         if not self.versions[self._base(viewed)]:
             return False
         for name, whole in self.viewed.items():
-            if whole is viewed and (name.target, name.args[1:], name.kwargs) == (
-                node.target,
-                node.args[1:],
-                node.kwargs,
-            ):
+            if whole is viewed and _taken(name) == _taken(node):
                 self.same[node] = name
                 return True
         return False
@@ -186,6 +182,11 @@ class _Names:
                 "the value's own gradient would go on as if it had not been changed",
                 "the same without in-place: y = f(x)",
             )
+
+
+def _taken(view: fx.Node) -> tuple[Any, ...]:
+    """How and in which block a view is taken: two blocks do not share one, so that equal blocks stay equal."""
+    return view.target, view.args[1:], view.kwargs, view.meta.get("place")
 
 
 def _error(what: str, node: fx.Node, why: str, tries: str) -> CompileError:
