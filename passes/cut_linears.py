@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ndcompile import runtime
 from ndcompile.axes import KINDS
 from ndcompile.mesh import MeshSpec
 from ndcompile.pins import Pins, placements_of
@@ -22,6 +23,7 @@ WEIGHTS = {
     aten.linear.default: (("weight", 0), ("bias", 0)),
     aten.addmm.default: (("mat2", 1), ("self", 0)),
     aten.mm.default: (("mat2", 1),),
+    runtime.grouped_linear: (("weight", 1),),
 }
 """Products with their matrix and bias by name, and the dim of each that makes the last of the result."""
 
@@ -106,7 +108,9 @@ def _has_own_parameters(node: fx.Node) -> bool:
 
 
 def _weights(node: fx.Node) -> tuple[tuple[str, int], ...]:
-    return WEIGHTS.get(node.target, ())  # type: ignore[call-overload]
+    if node.target is runtime.grouped_linear and arguments(node)["transposed"]:
+        return (("weight", 2),)
+    return WEIGHTS.get(node.target, ())
 
 
 def _keeps_last(node: fx.Node, value: fx.Node) -> bool:

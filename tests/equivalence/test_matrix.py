@@ -96,6 +96,7 @@ WIDER = {
     8: [
         Case("gpt with dropout", "dp_replicate=2, dp_shard=2, tp=2"),
         Case("llama", "dp_replicate=2, dp_shard=2, tp=2"),
+        Case("Mixtral, balanced, padded", "dp_replicate=2, dp_shard=2, tp=2"),
         Case("llama", "tp.0=4, tp.1=2"),
         Case("gpt", "dp_shard=2, tp.0=2, tp.1=2"),
     ],

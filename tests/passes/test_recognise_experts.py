@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ndcompile as nd
+from ndcompile import runtime
 from ndcompile.capture import capture
 from ndcompile.inputs import Inputs
 from ndcompile.passes.drop_noops import drop_noops
@@ -91,12 +93,52 @@ def test_other_products_stay(product: Product, shape: tuple[int, int]) -> None:
     assert "runtime.grouped_linear" not in ops(Experts(product, *shape), torch.randn(6, 5))
 
 
-def test_the_users_model_keeps_its_experts_implementation() -> None:
+def mixtral(**more: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=11)
-    config = transformers.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=3, use_cache=False)
-    model = transformers.MixtralForCausalLM(config)
+    sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, vocab_size=11)
+    config = transformers.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=3, use_cache=False, **more)
+    made: nn.Module = transformers.MixtralForCausalLM(config)
+    return made
+
+
+TOKENS = {"input_ids": torch.zeros(2, 4, dtype=torch.int64)}
+
+
+def test_tp_shards_the_hidden_dim_of_gate_up_and_down() -> None:
+    program = nd.compile(mixtral(), "tp=2", TOKENS)
+    found = [n for n in program.graph.graph.nodes if n.target is runtime.grouped_linear]
+    takes = [tuple(str(wanted.on("tp")) for wanted in node.meta["wanted"]) for node in found]
+    gives = [str(node.meta["layout"].on("tp")) for node in found]
+    assert takes == [("R", "S(1)", "R"), ("R", "S(1)", "R"), ("S(1)", "S(2)", "R")]
+    assert gives == ["S(1)", "S(1)", "P"]
+    assert program.parameters["model.layers.0.mlp.experts.gate_up_proj"].shape == (3, 24, 8)
+
+
+def test_the_users_model_keeps_its_experts_implementation() -> None:
+    model: Any = mixtral()
     model.set_experts_implementation("grouped_mm")
-    program = nd.compile(model, "tp=2", {"input_ids": torch.zeros(2, 4, dtype=torch.int64)})
+    program = nd.compile(model, "dp_shard=2", TOKENS)
     assert str(program).count("= grouped_linear(") == 2
     assert model.get_experts_implementation() == {"": "grouped_mm"}
+
+
+def test_the_reference_graph_is_the_model() -> None:
+    """Its own implementation of experts, in float32, with the balancing loss."""
+    torch.manual_seed(0)
+    model = mixtral(output_router_logits=True, router_aux_loss_coef=0.1)
+    ids = torch.randint(11, (4, 6))
+    batch = {
+        "input_ids": ids,
+        "labels": ids,
+        "attention_mask": (torch.arange(6) < torch.tensor([[6], [5], [3], [1]])).long(),
+    }
+    reference = nd.compile(model, "", batch).one_device(model)
+    losses, gradients = [], []
+    for callee in (model, reference):
+        model.zero_grad()
+        loss = callee(**batch).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(gradients[1], gradients[0])
