@@ -66,7 +66,8 @@ class Subgraph:
         """
         for node in self.nodes:
             for size in (*node.meta.get("sizes", ()), node.meta.get("size", 0)):
-                yield from (("", int(number)) for number in sympy.sympify(size).atoms(sympy.Integer))
+                if isinstance(size, sympy.Expr):
+                    yield from (("", int(number)) for number in size.atoms(sympy.Integer))
             if "size" not in node.meta:
                 compared = "" if "alpha" in node.kwargs else base_name(node)
                 for value in _leaves((node.args, node.kwargs)):

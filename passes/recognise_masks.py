@@ -166,9 +166,10 @@ def _stands(large: Sequence[int], base: int) -> dict[int, int]:
 
 def _largest(tensor: Tensor) -> int:
     """The largest number in it that can be a position."""
-    numbers = tensor.double().abs()
-    numbers = numbers[numbers < OPEN]
-    return int(numbers.max()) if numbers.numel() else 0
+    if tensor.dtype == torch.bool or not tensor.numel():
+        return 0
+    numbers = tensor.abs()
+    return int(torch.where(numbers < OPEN, numbers, 0).max())
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -277,9 +278,10 @@ class _Search:
             return [2]
         ends = [int(n) for node in self.subgraph.inputs for n in node.meta["sizes"] if str(n).isdigit()]
         around = {m for n in self.numbers.used for m in (n - 1, n, n + 1, 2 * n + 3)}
-        if max([0, *self.numbers.used, *ends]) > LONGEST:
-            raise NotSmall(f"it has a number beyond {LONGEST} in another place than a comparison")
-        return sorted(n for n in {*SIZES, *around, *ends} if n > 0)
+        found = sorted(n for n in {*SIZES, *around, *ends} if n > 0)
+        if found[-1] > LONGEST:
+            raise NotSmall(f"its numbers ask for lengths beyond {LONGEST}")
+        return found
 
     def _times(self, length: int) -> int:
         """How often to draw: each time another kind of row of one input meets one of another."""

@@ -105,6 +105,52 @@ def _attending(mask: Callable[[Tensor], Tensor], dropout: float = 0.0) -> Maker:
     return make
 
 
+class FromBuffer(nn.Module):
+    """Two blocks of attention, causal by a buffer of 32 tokens: by torch's op, or written out."""
+
+    def __init__(self, written_out: bool) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(19, 16), nn.Linear(16, 19)
+        self.blocks = nn.ModuleList(FromBufferBlock(written_out) for _ in range(2))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class FromBufferBlock(nn.Module):
+    mask: Tensor
+
+    def __init__(self, written_out: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.register_buffer("mask", torch.ones(32, 32).tril().view(1, 1, 32, 32))
+        self.written_out = written_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (4, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        length = x.shape[1]
+        mask = self.mask[:, :, :length, :length]
+        if self.written_out:
+            scores = (q @ k.transpose(-2, -1) / 2).masked_fill(mask == 0, -torch.inf)
+            given = scores.softmax(-1) @ v
+        else:
+            given = F.scaled_dot_product_attention(q, k, v, mask != 0)
+        return x + self.out(given.transpose(1, 2).flatten(2))
+
+
+def _from_buffer(written_out: bool) -> Maker:
+    def make(size: int) -> tuple[nn.Module, Batch]:
+        torch.manual_seed(7)
+        ids = torch.randint(19, (size, LENGTH))
+        return FromBuffer(written_out), {"ids": ids, "labels": ids.roll(1, 1)}
+
+    return make
+
+
 MASKED: dict[str, Maker] = {
     "Llama, padded left": _with(llama, _left),
     "Llama, padded right": _with(llama, _right),
@@ -117,4 +163,6 @@ MASKED: dict[str, Maker] = {
     "chunks": _attending(chunks),
     "prefix": _attending(prefix),
     "unnamed mask": _attending(unnamed),
+    "mask from a buffer": _from_buffer(written_out=False),
+    "attention written out": _from_buffer(written_out=True),
 }

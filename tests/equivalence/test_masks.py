@@ -11,22 +11,27 @@ from torch import Tensor, fx, nn
 
 import ndcompile as nd
 from ndcompile.capture import capture
+from ndcompile.errors import CompileError
 from ndcompile.inputs import Inputs
 from ndcompile.passes.drop_noops import drop_noops
 from ndcompile.passes.follow_device import follow_device
 from ndcompile.passes.recognise_masks import ATTENTION, recognise_masks
 from ndcompile.placement import S
-from ndcompile.reference import run
+from ndcompile.reference import run as run_graph
 from ndcompile.runtime import attention
 from tests.equivalence.compare import BAR, Case, distance, make
 from tests.equivalence.masks import MASKED
 from tests.equivalence.registry import MODELS
 from tests.equivalence.test_matrix import check
 from tests.equivalence.zoo import Batch
+from tests.ranks import run
+
+WHOLE = [name for name in MASKED if name.startswith(("Llama", "Mistral", "GPT-2"))]
+"""transformers' models; the others are one or two small layers."""
 
 COVER = {
-    2: [Case(model, mesh) for mesh in ("dp_shard=2", "tp=2") for model in MASKED],
-    4: [Case(model, "dp_shard=2, tp=2") for model in ("BERT, padded", "Mistral", *MASKED)],
+    2: [Case(model, mesh) for mesh in ("dp_shard=2", "tp=2") for model in MASKED if model not in WHOLE],
+    4: [Case(model, "dp_shard=2, tp=2") for model in ("BERT, padded", "Mistral", *WHOLE)],
 }
 
 
@@ -36,7 +41,13 @@ def test_named_masks_equal_one_device(world_size: int, tmp_path: Path) -> None:
     check(world_size, COVER[world_size], tmp_path)
 
 
-DENSE = [name for name in MASKED if "dropout" not in name and name != "unnamed mask"]
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "tp=2"])
+def test_whole_models_under_named_masks_equal_one_device(mesh: str, tmp_path: Path) -> None:
+    check(2, [Case(model, mesh) for model in WHOLE], tmp_path)
+
+
+DENSE = [name for name in MASKED if "dropout" not in name and name not in ("unnamed mask", "attention written out")]
 
 
 @pytest.mark.parametrize("name", [*DENSE, "Mistral", "BERT, padded"])
@@ -46,8 +57,9 @@ def test_a_named_mask_computes_what_the_dense_one_does(name: str) -> None:
     longer = {k: torch.cat([v, v.flip(0), v[:, :3]], 1) for k, v in batch.items()}
     graph = follow_device(drop_noops(capture(model, Inputs.of(batch), float64=True).graph))
     theirs = measured(graph, model, longer)
-    recognise_masks(graph)
-    assert graph.graph.find_nodes(op="call_function", target=attention), "it has a name"
+    recognise_masks(graph, dict(model.named_buffers()))
+    attends = [n for n in graph.graph.nodes if n.target in (attention, ATTENTION)]
+    assert attends and all(n.target is attention or n.args[3] is None for n in attends), "it has a name"
     ours = measured(graph, model, longer)
     total = sum(g.square().sum() for g in theirs).sqrt().item()
     far = [distance(a, b, 1e-6 * total) for a, b in zip(ours, theirs, strict=True)]
@@ -56,7 +68,7 @@ def test_a_named_mask_computes_what_the_dense_one_does(name: str) -> None:
 
 def measured(graph: fx.GraphModule, model: nn.Module, batch: Batch) -> list[Tensor]:
     """All results, then all gradients."""
-    results: list[Any] = [value for value in run(graph, model, batch) if isinstance(value, Tensor)]
+    results: list[Any] = [value for value in run_graph(graph, model, batch) if isinstance(value, Tensor)]
     loss = next(value for value in results if not value.dim())
     gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     return [*results, *(g for g in gradients if g is not None)]
@@ -78,3 +90,30 @@ def test_a_mask_without_a_name_is_sharded_and_reported() -> None:
     ]
     (taken,) = (n.args[3] for n in program.graph.graph.nodes if n.target is ATTENTION)
     assert taken.meta["layout"].on("tp") == S(0)
+
+
+def test_a_program_is_bound_to_the_buffers_that_it_was_compiled_with(tmp_path: Path) -> None:
+    model, batch = MODELS["mask from a buffer"](2)
+    nd.compile(model, "", batch).save(tmp_path / "program.py")
+    assert run(1, bound, tmp_path / "program.py") == [
+        [
+            "",
+            "buffer 'blocks.1.mask' has other values than when the program was compiled\n"
+            "  why     masks of attention were told by them, and are part of the program\n"
+            "  try     nd.compile again, with these values",
+        ]
+    ]
+
+
+def bound(path: Path) -> list[str]:
+    """The complaint with the model's own buffers, and with one entry changed."""
+    model, _ = MODELS["mask from a buffer"](2)
+    found = []
+    for entry in (0, 1):
+        model.blocks[1].mask[0, 0, 3, 9] = entry
+        try:
+            nd.load(path, model)
+            found.append("")
+        except CompileError as error:
+            found.append(str(error))
+    return found

@@ -279,7 +279,7 @@ def test_a_number_in_a_tensor_counts_as_one_in_the_code() -> None:
             return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
 
     assert [name_of(node) for node in attentions(Late(50), IDS)] == [OTHER]
-    beyond = "it has a number beyond 4096 in another place than a comparison"
+    beyond = "its numbers ask for lengths beyond 4096"
     assert [name_of(node) for node in attentions(Late(5000), IDS)] == [beyond]
 
 

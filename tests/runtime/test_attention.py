@@ -122,3 +122,15 @@ MASKS: dict[str, dict[str, Any]] = {
 def test_what_is_kept_grows_with_the_sequence_not_with_its_square(name: str) -> None:
     """A mask of truth values, 1024 by 1024, would be 1 MB; a number for each head and token is 8 kB."""
     assert kept_bytes(1024, **MASKS[name]) < 200_000
+
+
+def test_blocks_compile_as_one_graph() -> None:
+    q, k, v = draw_tensors(2, 2, 2, 24)
+    padding = torch.arange(24).expand(2, 24) < 17
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+        return attention(q, k, v, causal=True, window=9, padding=padding, block=8)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    ours, theirs = compiled(q, k, v, padding), attend(q, k, v, padding)
+    assert_equal(results(ours, (q, k, v)), results(theirs, (q, k, v)))
