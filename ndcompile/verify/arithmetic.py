@@ -31,6 +31,8 @@ class Domain(ABC):
 
     name: str
     exact: bool
+    degree: int = 0
+    """An estimate of the degree of what is computed, as a rational function: its products and denominators."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -137,8 +139,6 @@ class Field(Domain):
         self._functions: dict[Any, Tensor] = {}
         self._inverses = inverses()
         self.infinite = False
-        self.degree = 0
-        """An estimate of the degree of what is computed, as a rational function: its products and denominators."""
 
     # ---- elements ------------------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ class Step:
 
 Forward = Callable[[Sequence[Tensor]], Sequence[Any]]
 Backward = Callable[[Sequence[Any], int], None]
+Norm = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 def on_one_device(program: Program, sample: Sample, domain: Domain) -> list[Step]:
@@ -65,7 +66,7 @@ def on_one_device(program: Program, sample: Sample, domain: Domain) -> list[Step
             own.buffers.update(zip(names, found[len(found) - len(names) :], strict=True))
             return found
 
-        return _train(leaves, forward, backward, sample, _norm)
+        return _train(leaves, forward, backward, sample, _norm, domain)
 
     with sdpa_kernel(SDPBackend.MATH):
         return run_one(domain, run)
@@ -92,7 +93,7 @@ def on_ranks(program: Program, sample: Sample, domain: Domain, source: str | Non
             ]
             _backward(pairs)
 
-        return _train(leaves, forward, backward, sample, lambda grads: _sharded_norm(grads, program, rank))
+        return _train(leaves, forward, backward, sample, lambda grads: _sharded_norm(grads, program, rank), domain)
 
     with sdpa_kernel(SDPBackend.MATH):
         return run_ranks(mesh, domain, run)
@@ -160,10 +161,10 @@ def _backward(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _train(
-    leaves: Mapping[str, Tensor], forward: Forward, backward: Backward, sample: Sample, norm: Callable[..., Tensor]
+    leaves: Mapping[str, Tensor], forward: Forward, backward: Backward, sample: Sample, norm: Norm, domain: Domain
 ) -> list[Step]:
     trained = {name: p for name, p in leaves.items() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=LEARNING_RATE, foreach=False, fused=False)
+    optimizer = _FlatAdamW(trained)
     steps = []
     for _ in range(sample.steps):
         step = Step()
@@ -172,39 +173,64 @@ def _train(
             backward(found, number)
             step.results.append([y.detach() if isinstance(y, Tensor) else y for y in found])
         step.gradients = {name: None if p.grad is None else p.grad.clone() for name, p in trained.items()}
+        degree = domain.degree
         with torch.no_grad():
-            step.norm = norm(step.gradients)
-            scale = torch.clamp(CLIP / (step.norm + 1e-6), max=1.0)
-            for p in trained.values():
-                if p.grad is not None:
-                    p.grad.mul_(scale)
-        optimizer.step()
-        optimizer.zero_grad()
+            step.norm = norm({name: g for name, g in step.gradients.items() if g is not None})
+            optimizer.step(torch.clamp(CLIP / (step.norm + 1e-6), max=1.0))
+        domain.degree = degree  # a parameter's own quotient adds nothing to a gradient's
         step.parameters = {name: p.detach().clone() for name, p in leaves.items()}
         steps.append(step)
     return steps
 
 
-def _norm(gradients: Mapping[str, Tensor | None]) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64)
-    for gradient in gradients.values():
-        if gradient is not None:
-            total = total + (gradient * gradient).sum()
-    return total.sqrt()
+class _FlatAdamW:
+    """torch's AdamW on all parameters as one vector: it goes element by element, and one vector is faster than many."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self._optimizers: dict[tuple[str, ...], torch.optim.AdamW] = {}
+
+    def step(self, scale: Tensor) -> None:
+        """One step with all gradients times `scale`; a parameter without a gradient stays as it is."""
+        moved = {name: p for name, p in self._parameters.items() if p.grad is not None}
+        if not moved:
+            return
+        flat = torch.cat([p.flatten() for p in moved.values()]).requires_grad_()
+        flat.grad = torch.cat([p.grad.flatten() for p in moved.values() if p.grad is not None]) * scale
+        optimizer = self._optimizers.setdefault(
+            tuple(moved), torch.optim.AdamW([flat], lr=LEARNING_RATE, foreach=False)
+        )
+        (held,) = optimizer.param_groups[0]["params"]
+        held.copy_(flat)
+        held.grad = flat.grad
+        optimizer.step()
+        for p, piece in zip(moved.values(), held.split([p.numel() for p in moved.values()]), strict=True):
+            p.copy_(piece.view(p.shape))
+            p.grad = None
 
 
-def _sharded_norm(gradients: Mapping[str, Tensor | None], program: Program, rank: int) -> Tensor:
+def _norm(gradients: Mapping[str, Tensor]) -> Tensor:
+    return _squares(list(gradients.values())).sqrt()
+
+
+def _squares(tensors: Sequence[Tensor]) -> Tensor:
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    flat = torch.cat([x.flatten() for x in tensors])
+    return (flat * flat).sum()
+
+
+def _sharded_norm(gradients: Mapping[str, Tensor], program: Program, rank: int) -> Tensor:
     """The norm with every parameter once: sums of squares are added over the axes that shard a parameter, as DTensor
     adds them."""
-    totals: dict[tuple[str, ...], Tensor] = {}
+    groups: dict[tuple[str, ...], list[Tensor]] = {}
     for name, gradient in gradients.items():
-        if gradient is not None:
-            over = program.parameters[name].layout.dims
-            axes = tuple(a for a in program.mesh.names if any(a in dims for dims in over))
-            squares = (gradient * gradient).sum()
-            totals[axes] = totals[axes] + squares if axes in totals else squares
+        dims = program.parameters[name].layout.dims
+        axes = tuple(a for a in program.mesh.names if any(a in shards for shards in dims))
+        groups.setdefault(axes, []).append(gradient)
     whole = torch.zeros((), dtype=torch.float64)
-    for axes, total in sorted(totals.items()):
+    for axes in sorted(groups):
+        total = _squares(groups[axes])
         if axes:
             total = private.wait(private.start_all_reduce(total, "sum", ",".join(axes)))
         whole = whole + total
