@@ -132,8 +132,8 @@ class SizeNames:
         size = node.meta["sizes"][dim]
         if not isinstance(size, int):
             return self.expression(size)
-        if size == 1:
-            return "1"
+        if size in (0, 1):
+            return str(size)
         factors = self.factors[node.name].output[dim] if node.name in self.factors else ()
         if len(factors) > 1:
             return " * ".join(self._factor(node, f) for f in factors)
@@ -162,8 +162,12 @@ class SizeNames:
         return SizeFacts(dict(self.table), dims, sorted(pair for pair in equal if pair[0] != pair[1]), least)
 
     def _reached(self, node: fx.Node) -> Iterator[tuple[str, int]]:
-        """The ends of slices that are written as numbers."""
-        if node.op != "call_function" or op_name(node.target) != "aten.slice.Tensor":
+        """The ends of slices that are written as numbers; a table of positions has room for short sequences."""
+        name = op_name(node.target) if node.op == "call_function" else ""
+        if name == "aten.embedding.default" and operands(node)[1].meta.get("role") != "input":
+            rows = operands(node)[0].meta["sizes"][0]
+            yield self.whole(operands(node)[0], 0), min(rows, POSITIONS)
+        if name != "aten.slice.Tensor":
             return
         source, given = operands(node)[0], arguments(node)
         dim = given["dim"] % len(source.meta["sizes"])
@@ -245,9 +249,17 @@ class SizeNames:
         if value == total:
             return self.whole(node, dim)
         common = math.gcd(value, total)
-        if value % common == 0 and total % value == 0:
-            return f"{self.whole(node, dim)} // {total // value}"
-        return str(value)
+        times, parts = value // common, total // common
+        if parts > PARTS and times > 1:
+            return str(value)
+        return f"{'' if times == 1 else f'{times} * '}{self.whole(node, dim)} // {parts}"
+
+
+POSITIONS = 32
+"""How many rows a table keeps that is not looked up by an input's numbers."""
+
+PARTS = 16
+"""In how many parts a dim may be for a place in it to be written as so many of them."""
 
 
 def axis_name(names: tuple[str, ...]) -> str:

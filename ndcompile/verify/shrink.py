@@ -61,7 +61,7 @@ def shrink(program: Program, ranks: Mapping[str, int] | None = None) -> Iterator
     mesh = MeshSpec.parse(", ".join(f"{a.name}={(ranks or {}).get(a.name, 2)}" for a in program.mesh.axes))
     alone = _on_one_rank(program)
     found = False
-    for sizes in tables(program, mesh):
+    for sizes in tables(program, mesh, alone.sizes):
         found = True
         yield _small(program, alone, mesh, sizes)
     if not found:
@@ -85,13 +85,18 @@ class _Rule:
     value: Callable[[Mapping[str, int]], int] | None = None
 
 
-def tables(program: Program, mesh: MeshSpec) -> Iterator[dict[str, int]]:
-    """Numbers for all names, small and different from each other where they are in the program."""
+def tables(program: Program, mesh: MeshSpec, alone: SizeFacts) -> Iterator[dict[str, int]]:
+    """Numbers for all names in both texts, small and different from each other where they are in the program."""
     assert program.emitted is not None, "a compiled program"
     facts = program.emitted.sizes
-    names = sorted(_names(facts), key=lambda name: facts.table[name])
-    rules = [*_equalities(facts), *_cuts(program, facts, mesh), *_halves(facts), *_ends(facts)]
-    yield from _search(names, facts.table, rules, {})
+    real = alone.table | facts.table
+    if any(real[name] != number for name, number in alone.table.items()):
+        raise CompileError("the text for one device has a name for another size than the program's text has")
+    names = sorted(_names(facts) | _names(alone), key=lambda name: real[name])
+    rules = list(_cuts(program, facts, mesh))
+    for each in (facts, alone):
+        rules += [*_equalities(each), *_halves(each), *_ends(each)]
+    yield from _search(names, real, rules, {})
 
 
 def _names(facts: SizeFacts) -> set[str]:
@@ -288,8 +293,6 @@ def _with_numbers(source: str, facts: SizeFacts, sizes: Mapping[str, int], mesh:
     text = "" if not mesh.axes else str(mesh)
     source = re.sub(r'^MESH = current\("[^"]*"', f'MESH = current("{text}"', source, count=1, flags=re.MULTILINE)
     for name, number in facts.table.items():
-        if name not in sizes:
-            raise CompileError(f"the text for one device calls a size '{name}', which the program's does not")
         source = re.sub(rf"^{name} = {number}$", f"{name} = {sizes[name]}", source, count=1, flags=re.MULTILINE)
     return source
 
