@@ -172,7 +172,7 @@ def _compare(program: Program, sample: Sample, domain: Domain, source: str | Non
     comparison = compare(program, right, found, domain)
     layer.comparison.join(comparison)
     layer.differences += [str(d) for d in comparison.differences]
-    if comparison.differences and not layer.located and not isinstance(program, Small):
+    if comparison.differences and not layer.located:
         layer.begins = begins_at(program, sample, domain, source, comparison.differences)
     layer.ran += 1
 

@@ -55,12 +55,11 @@ def on_one_device(program: Program, sample: Sample, domain: Domain) -> list[Step
             pairs = [(y, g * s) for y, g, s in zip(found, cotangents, scales, strict=True) if g is not None]
             _backward(pairs)
 
-        alone = _alone(program, leaves, own)
+        small = alone(program, leaves, own) if isinstance(program, Small) else None
 
         def forward(inputs: Sequence[Tensor]) -> Sequence[Any]:
-            if alone is not None:
-                found = alone.forward(*inputs, *([own.key] if program.manifest.random else []))
-                return [*found, *(own.buffers[name].clone() for name in program.manifest.updates)]
+            if small is not None:
+                return small(inputs)
             found = walk(program.reference, own, leaves, inputs)
             names = program.manifest.updates
             own.buffers.update(zip(names, found[len(found) - len(names) :], strict=True))
@@ -121,6 +120,18 @@ def forward_of(root: Root, program: Program, own: Sample, inputs: Sequence[Tenso
     mine = [part(x, d, program.mesh, rank) for x, d in zip(inputs, input_dims(program), strict=True)]
     found = root.forward(*mine, *([own.key] if program.manifest.random else []))
     return [*found, *(own.buffers[name].clone() for name in program.manifest.updates)]
+
+
+def alone(program: Small, leaves: Mapping[str, Tensor], own: Sample) -> Forward:
+    """The text for one device at small sizes: what it returns, and what it makes of the buffers."""
+    root = _alone(program, leaves, own)
+    assert root is not None, "a small program has a text for one device"
+
+    def forward(inputs: Sequence[Tensor]) -> Sequence[Any]:
+        found = root.forward(*inputs, *([own.key] if program.manifest.random else []))
+        return [*found, *(own.buffers[name].clone() for name in program.manifest.updates)]
+
+    return forward
 
 
 def walk(graph: fx.GraphModule, sample: Sample, leaves: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Any]:

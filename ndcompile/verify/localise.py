@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ndcompile.codegen.segments import Segment, segments
 from ndcompile.fold import unfold
+from ndcompile.mesh import MeshSpec
+from ndcompile.passes.measure_values import measure_values
+from ndcompile.pipeline import copied
 from ndcompile.placement import Layout
 from ndcompile.program import Program
 from ndcompile.rules.registry import describe, op_name, results
 from ndcompile.verify.arithmetic import Domain
 from ndcompile.verify.compare import BAR, Difference
-from ndcompile.verify.execute import cotangent_scales, emitted, forward_of, result_layouts
+from ndcompile.verify.execute import alone, cotangent_scales, emitted, forward_of, result_layouts
 from ndcompile.verify.lockstep import run_one, run_ranks
 from ndcompile.verify.places import first_wrong, part
 from ndcompile.verify.sample import Sample
+from ndcompile.verify.shrink import Small
 from ndcompile.verify.trace import Call, Value, traced
 
 
@@ -53,8 +57,8 @@ def localise(program: Program, sample: Sample, domain: Domain, source: str | Non
     """Run the first microbatch once more, looking at every value; none if all of them are right."""
     text = source or str(program)
     with sdpa_kernel(SDPBackend.MATH):
-        graph, reference = keyed(program.folded), keyed(program.folded_reference)
-        right = run_one(domain, lambda: _reference(program, reference, sample, domain))
+        graph = keyed(program.folded)
+        right = run_one(domain, lambda: _right_values(program, sample, domain))
         calls = run_ranks(program.mesh, domain, lambda rank: _traced(program, sample, text, rank))
     rows = list(_rows(graph, calls))
     for node, layout, values in rows:
@@ -99,6 +103,28 @@ def keyed(folded: fx.GraphModule) -> fx.GraphModule:
     return graph
 
 
+def _right_values(program: Program, sample: Sample, domain: Domain) -> dict[Any, Value]:
+    """What one device computes, by the keys of nodes: of the graph, or at small sizes of the text for one device."""
+    if not isinstance(program, Small):
+        return _reference(program, keyed(program.folded_reference), sample, domain)
+    measured = copied(program.folded_reference)
+    measure_values(measured, MeshSpec(()))
+    forward = alone(program, sample.leaves(lambda name, whole: whole), sample.with_own_buffers())
+    with traced(program.one_rank) as calls:
+        found = forward(sample.batches[0])
+    _pull(program, found, sample, domain)
+    rows = _rows(keyed(measured), [calls], lambda node: "shape" in node.meta)
+    return {node.meta["key"]: values[0] for node, _, values in rows}
+
+
+def _pull(program: Program, found: Sequence[Any], sample: Sample, domain: Domain) -> None:
+    """One device's backward, from the cotangents of the whole results."""
+    cotangents, scales = sample.cotangents(found, 0, domain), cotangent_scales(program)
+    pairs = [(y, g * (1 / n)) for y, g, n in zip(found, cotangents, scales, strict=True) if g is not None]
+    if pairs:
+        torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+
+
 def _reference(program: Program, graph: fx.GraphModule, sample: Sample, domain: Domain) -> dict[Any, Value]:
     """Every value of the reference graph by the key of its node, with its cotangent."""
     leaves, seen, values = sample.leaves(lambda name, whole: whole), dict[Any, Value](), dict[fx.Node, Any]()
@@ -114,10 +140,7 @@ def _reference(program: Program, graph: fx.GraphModule, sample: Sample, domain: 
             if values[node].requires_grad:
                 values[node].register_hook(value.keep)
     found = [values[v] if isinstance(v, fx.Node) else v for v in results(graph)]
-    cotangents, scales = sample.cotangents(found, 0, domain), cotangent_scales(program)
-    pairs = [(y, g * (1 / n)) for y, g, n in zip(found, cotangents, scales, strict=True) if g is not None]
-    if pairs:
-        torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+    _pull(program, found, sample, domain)
     return seen
 
 
@@ -138,24 +161,30 @@ def _traced(program: Program, sample: Sample, text: str, rank: int) -> list[Call
     return calls
 
 
-Row = tuple[fx.Node, Layout, list[Value]]
+def _placed(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("layout"), Layout)
 
 
-def _rows(graph: fx.GraphModule, calls: Sequence[Sequence[Call]]) -> Iterator[Row]:
-    """Each value of the text: its node in the parallel graph, its layout, and what the ranks hold."""
+Row = tuple[fx.Node, Any, list[Value]]
+
+
+def _rows(
+    graph: fx.GraphModule, calls: Sequence[Sequence[Call]], is_tensor: Callable[[fx.Node], bool] = _placed
+) -> Iterator[Row]:
+    """Each value of a text: its node in the graph, its layout, and what the ranks hold."""
     for number, segment in enumerate(segments(graph)):
         here = [of_rank[number] for of_rank in calls]
         for i, entry in enumerate(segment.entries):
-            yield entry.node, entry.node.meta["layout"], [call.weights[i] for call in here]
-        yield from _values(segment, here)
+            yield entry.node, entry.node.meta.get("layout"), [call.weights[i] for call in here]
+        yield from _values(segment, here, is_tensor)
 
 
-def _values(segment: Segment, here: Sequence[Call]) -> Iterator[Row]:
-    tensors = [node for node in segment.nodes if isinstance(node.meta.get("layout"), Layout) and not _several(node)]
+def _values(segment: Segment, here: Sequence[Call], is_tensor: Callable[[fx.Node], bool]) -> Iterator[Row]:
+    tensors = [node for node in segment.nodes if is_tensor(node) and not _several(node)]
     if any(len(call.values) != len(tensors) for call in here):
         raise OtherLines(f"the text of {here[0].function} has other statements than the program: no place can be named")
     for node, values in zip(tensors, zip(*(call.values for call in here), strict=True), strict=True):
-        yield node, node.meta["layout"], list(values)
+        yield node, node.meta.get("layout"), list(values)
 
 
 def _several(node: fx.Node) -> bool:

@@ -42,7 +42,11 @@ def main() -> None:
 def run(case: Case, log: Path) -> None:
     """Judge the mutants of one program that the log lacks."""
     made, batch = make(case)
-    program = nd.compile(made, case.mesh, batch, float64=True)
+    try:
+        program = nd.compile(made, case.mesh, batch, float64=True)
+    except nd.CompileError as error:
+        print(f"{case}: refused: {error.what}")
+        return
     judge, done = Judge(program, made), {key(row) for row in rows(log)}
     for number, wrong in enumerate(graph_mutants(program)):
         row = dict(model=case.model, mesh=case.mesh, operator=wrong.operator, line=number, before=wrong.place, after="")

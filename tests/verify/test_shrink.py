@@ -79,6 +79,8 @@ def test_a_bug_in_a_large_programs_text_is_found_at_small_sizes(name: str) -> No
     assert right in program.source
     report = nd.verify(program, seeds=1, microbatches=1, source=program.source.replace(right, wrong))
     assert not report.equal and report.differences
+    line = next(line.partition("  #")[0].strip() for line in program.source.splitlines() if right in line)
+    assert line.replace(right, wrong).rstrip() in report.begins
 
 
 class Literal(nn.Module):
