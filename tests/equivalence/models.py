@@ -176,14 +176,14 @@ def describe(row: Row, name: str) -> None:
 
 
 def _reason(program: Program, parameter: str) -> str:
-    """From `explain`: no way to shard it, or none that is cheaper."""
+    """From `explain`: not allowed, no program with it sharded, or none that is cheaper."""
     try:
         text = program.explain(parameter)
     except nd.CompileError:
         return "the model does not use it"
     others = [line for line in text.splitlines() if line.strip().startswith("S(")]
     if not others:
-        return "no dim of it has a part for each rank"
+        return "it may only be whole: fewer rows, or heads of keys and values, than ranks"
     return "no rule can shard it" if all("no program" in line for line in others) else "sharding it costs more"
 
 
