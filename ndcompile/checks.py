@@ -103,9 +103,10 @@ def no_implicit_communication(graph: fx.GraphModule, mesh: MeshSpec) -> None:
         if len(values) != len(wanted):
             raise _broken(f"%{node.name} has layouts for {len(wanted)} of its {len(values)} operands", node, UNPLACED)
         for value, layout in zip(values, wanted, strict=True):
-            if not _agrees(value.meta["layout"], layout, value.meta["grad"]):
+            here = value.meta.get("stored", value.meta["layout"])
+            if not _agrees(here, layout, value.meta["grad"]):
                 raise _broken(
-                    f"%{node.name} takes %{value.name} as '{layout}', but it is '{value.meta['layout']}'",
+                    f"%{node.name} takes %{value.name} as '{layout}', but it is '{here}'",
                     node,
                     "a conversion is missing on this edge",
                 )

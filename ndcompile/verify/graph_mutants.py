@@ -64,6 +64,8 @@ def graph_mutants(program: Program) -> Iterator[GraphMutant]:
 
 def _changes(node: fx.Node, mesh: MeshSpec) -> Iterator[tuple[str, Change]]:
     move: Move = node.meta["move"]
+    if move.conversion.forward == "identity" and not node.meta["grad"]:
+        return  # it changes nothing, and nothing comes back
     what = "a parameter's way" if node.meta["bucket"] else "a conversion"
     yield f"{what} is dropped", _drop
     if move.conversion.backward == "all_reduce" or move.conversion.forward in ("all_reduce", "reduce_scatter"):

@@ -109,7 +109,7 @@ def _input(node: fx.Node, sizes: Mapping[str, int], limit: tuple[int, int | None
     ids = torch.randint(0, high, shape, generator=generator, dtype=dtype)
     if ignored is not None:
         for i in range(shape[0]):  # unequally many in each sample
-            ids[i].view(-1)[: i % max(1, ids[i].numel())] = ignored
+            ids[i].view(-1)[: (2 * i + 1) % max(1, ids[i].numel())] = ignored
     return ids
 
 

@@ -47,10 +47,16 @@ def test_all_mutants_that_are_not_equivalent_are_seen(model: str, mesh: str, fir
     assert found.total["field"] > found.total["equivalent"]
 
 
-@pytest.mark.parametrize("model, mesh", list(ALL.items())[:3])
+@pytest.mark.parametrize("model, mesh", [*list(ALL.items())[:3], ("gated", "dp_replicate=2, dp_shard=2")])
 def test_every_wrong_conversion_in_a_graph_is_seen_by_the_types(model: str, mesh: str) -> None:
     found = score(judge(model, mesh), graph_mutants(judge(model, mesh).program))
     assert found.total["types"] == sum(found.total.values()) > 5, list(map(str, found.unseen))
+
+
+def test_tokens_are_masked_where_a_model_looks() -> None:
+    """Of the first sample's labels a causal model drops the first: another must be masked too."""
+    padding = [m for m in all_mutants("gpt", "tp=2") if m.operator == "padding counted"]
+    assert [judge("gpt", "tp=2")(mutant) for mutant in padding] == ["field"]
 
 
 def test_a_cast_before_a_reduction_shows_in_float64_alone() -> None:
