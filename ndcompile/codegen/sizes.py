@@ -171,7 +171,9 @@ class SizeNames:
             return
         source, given = operands(node)[0], arguments(node)
         dim = given["dim"] % len(source.meta["sizes"])
-        if isinstance(source.meta["sizes"][dim], int) and isinstance(given["end"], int):
+        if isinstance(source.meta["sizes"][dim], int) and isinstance(given["end"], fx.Node):
+            yield self.whole(source, dim), min(source.meta["sizes"][dim], POSITIONS)
+        elif isinstance(source.meta["sizes"][dim], int) and isinstance(given["end"], int):
             end = min(given["end"], source.meta["sizes"][dim])
             if self.fraction(source, dim, end) == str(end):
                 yield self.whole(source, dim), end
@@ -189,6 +191,8 @@ class SizeNames:
     def _sums(self, node: fx.Node, dims: Mapping[str, tuple[str | None, ...]]) -> Iterator[tuple[str, str]]:
         """Dims that are put together from others, or cut from them."""
         name = op_name(node.target) if node.op == "call_function" else ""
+        if name in CONVOLUTIONS:
+            yield from self._windows(node, dims)
         if name not in ("aten.cat.default", "aten.slice.Tensor", "_operator.getitem") or "sizes" not in node.meta:
             return
         values = operands(node)
@@ -208,6 +212,16 @@ class SizeNames:
             yield str(dims[node.name][dim]), " + ".join(str(dims[v.name][dim]) for v in values)
         elif arguments(node)["step"] == 1:
             yield str(dims[node.name][dim]), self._length(values[0], dim, arguments(node))
+
+    def _windows(self, node: fx.Node, dims: Mapping[str, tuple[str | None, ...]]) -> Iterator[tuple[str, str]]:
+        """How many places a kernel has in each spatial dim of a convolution's input."""
+        given = arguments(node)
+        inputs, kernels = dims[given["input"].name], dims[given["weight"].name]
+        for i in range(len(node.meta["sizes"]) - 2):
+            pad, step, apart = (given[k][i % len(given[k])] if given[k] else d
+                                for k, d in (("padding", 0), ("stride", 1), ("dilation", 1)))  # fmt: skip
+            span = f"{inputs[i + 2]} + {2 * pad} - {apart} * ({kernels[i + 2]} - 1) - 1"
+            yield str(dims[node.name][i + 2]), f"({span}) // {step} + 1"
 
     def _length(self, source: fx.Node, dim: int, given: Mapping[str, Any]) -> str:
         size = source.meta["sizes"][dim]
@@ -256,10 +270,13 @@ class SizeNames:
 
 
 POSITIONS = 32
-"""How many rows a table keeps that is not looked up by an input's numbers."""
+"""How long a dim stays of which a part as long as a sequence is taken, or a row for each place of one."""
 
 PARTS = 16
 """In how many parts a dim may be for a place in it to be written as so many of them."""
+
+
+CONVOLUTIONS = ("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default")
 
 
 def axis_name(names: tuple[str, ...]) -> str:

@@ -12,16 +12,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ndcompile.axes import KINDS
 from ndcompile.bind import execute
+from ndcompile.fold import unfold
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import Layout
 from ndcompile.program import Program
 from ndcompile.rules.registry import results
 from ndcompile.runtime import Mesh, Root, private
+from ndcompile.runtime.manifest import ParameterPlan
 from ndcompile.verify.arithmetic import Domain
 from ndcompile.verify.lockstep import mesh_of, run_one, run_ranks
 from ndcompile.verify.places import part
-from ndcompile.verify.sample import Sample
-from ndcompile.verify.shrink import Small
+from ndcompile.verify.round_trip import difference
+from ndcompile.verify.sample import Sample, size_at
+from ndcompile.verify.shrink import Small, shortened
 
 STEPS = 2
 CLIP = 0.1
@@ -110,9 +113,28 @@ def _alone(program: Program, leaves: Mapping[str, Tensor], sample: Sample) -> Ro
     """At small sizes the text for one device, since the numbers in the reference graph are the large ones."""
     if not isinstance(program, Small):
         return None
-    plans = {n: replace(p, dims=((),) * len(p.shape)) for n, p in program.manifest.parameters.items()}
-    manifest = replace(program.manifest, mesh="one rank", parameters=plans)
-    return execute(program.one_rank, manifest, Mesh(MeshSpec(())), leaves, sample.buffers, program.without)
+    return _one_rank(
+        program.one_rank, program, program.manifest.parameters, leaves, sample.buffers, program.without
+    )  # fmt: skip
+
+
+def _one_rank(
+    text: str,
+    program: Program,
+    plans: Mapping[str, ParameterPlan],
+    leaves: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    without: frozenset[str],
+) -> Root:
+    """The root of a text for one device, in the dtypes of its parameters."""
+    whole = {n: replace(p, dims=((),) * len(p.shape)) for n, p in plans.items()}
+    manifest = replace(program.manifest, mesh="one rank", parameters=whole, compute=None, reduce=None)
+    return execute(text, manifest, Mesh(MeshSpec(())), leaves, buffers, without)
+
+
+def _without_memory(node: fx.Node, sizes: Mapping[str, int]) -> Tensor:
+    shape = [n if isinstance(n, int) else size_at(n, sizes) for n in node.meta["sizes"]]
+    return torch.empty(shape, dtype=node.meta["dtype"], device="meta")
 
 
 def forward_of(root: Root, program: Program, own: Sample, inputs: Sequence[Tensor], rank: int) -> list[Any]:
@@ -250,3 +272,31 @@ def _sharded_norm(gradients: Mapping[str, Tensor], program: Program, rank: int) 
 
 def data_ranks(mesh: MeshSpec) -> int:
     return mesh.size(*(a for a in mesh.names if KINDS[mesh[a].kind].shards_batch))
+
+
+def round_trip(small: Small, sizes: Mapping[str, int]) -> tuple[int, str]:
+    """Whether a large program's text for one device does the ops of its reference graph, on tensors without memory."""
+    large = small.large
+    assert large is not None, "a small program knows the large one"
+    graph = unfold(shortened(large.folded_reference))
+    placeholders = {n.meta["name"]: n for n in graph.graph.find_nodes(op="placeholder")}
+    tensors = {name: _without_memory(node, sizes) for name, node in placeholders.items()}
+    parameters = {n: t for n, t in tensors.items() if placeholders[n].meta["role"] == "parameter"}
+    buffers = {n: t for n, t in tensors.items() if placeholders[n].meta["role"] in ("buffer", "constant")}
+    inputs = [tensors[name] for name in large.manifest.inputs]
+    plans = {n: p for n, p in large.manifest.parameters.items() if n in parameters}
+    root = _one_rank(small.large_text, large, plans, parameters, buffers, small.without)
+
+    def of_graph() -> Any:
+        values: dict[fx.Node, Any] = {}
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = tensors[node.meta["name"]]
+            elif node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+                values[node] = node.target(*args, **kwargs)
+
+    def of_text() -> Any:
+        return root.forward(*inputs, *([tensors["key"]] if large.manifest.random else []))
+
+    return difference(of_graph, of_text, tensors)

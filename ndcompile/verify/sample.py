@@ -99,7 +99,7 @@ def symbol_sizes(program: Program) -> dict[str, int]:
 
 
 def _input(node: fx.Node, sizes: Mapping[str, int], limit: tuple[int, int | None], domain: Domain) -> Tensor:
-    shape = [int(d) if isinstance(d, int) else _value(d, sizes) for d in node.meta["sizes"]]
+    shape = [int(d) if isinstance(d, int) else size_at(d, sizes) for d in node.meta["sizes"]]
     dtype, generator = node.meta["dtype"], domain.generator
     if dtype.is_floating_point:
         return domain.draw(shape)
@@ -113,7 +113,7 @@ def _input(node: fx.Node, sizes: Mapping[str, int], limit: tuple[int, int | None
     return ids
 
 
-def _value(size: Any, sizes: Mapping[str, int]) -> int:
+def size_at(size: Any, sizes: Mapping[str, int]) -> int:
     return int(size.subs({symbol: sizes[str(symbol)] for symbol in size.free_symbols}))
 
 
@@ -130,7 +130,7 @@ def _buffer(name: str, node: fx.Node, domain: Domain, model: nn.Module | None) -
             why="it holds whole numbers, which stand for positions or choices, so that random ones would not do",
             tries="nd.verify(program, model) with a model that is not on the meta device",
         )
-    return value
+    return value[tuple(slice(int(n)) for n in node.meta["sizes"])]
 
 
 def number_range(graph: fx.GraphModule, node: fx.Node) -> tuple[int, int | None]:

@@ -39,6 +39,9 @@ class Small(Program):
     """A program whose sizes were changed. `one_rank` is the text for one device at these sizes."""
 
     one_rank: str = ""
+    large: Program | None = None
+    large_text: str = ""
+    """The program that it was made of, and the text for one device at its sizes."""
     without: frozenset[str] = frozenset()
     """The blocks that are left out."""
     named: dict[str, int] = field(default_factory=dict)
@@ -185,7 +188,8 @@ def _search(
             break
     if candidates is None:
         taken = {table[other] for other in table if real[other] != real[name]}
-        candidates = [n for n in range(2, LARGEST + 1) if n < real[name] and n not in taken] + [real[name]]
+        small = range(2, LARGEST + 1) if real[name] < 8 else range(2, min(LARGEST + 1, real[name]))
+        candidates = [n for n in small if n not in taken] + [real[name]]
     about = [rule for rule in rules if name in rule.names]
     for candidate in candidates:
         table[name] = candidate
@@ -226,6 +230,8 @@ def _small(program: Program, alone: Any, mesh: MeshSpec, sizes: dict[str, int]) 
         emitted=program.emitted,
         names=program.names,
         one_rank=_with_numbers(alone.source, alone.sizes, sizes, MeshSpec(())),
+        large=program,
+        large_text=alone.source,
         without=without,
         named={name: sizes[name] for name in facts.table},
     )
@@ -266,10 +272,17 @@ def _at(facts: SizeFacts, node: fx.Node, sizes: Mapping[str, int]) -> tuple[Any,
 
 def _resized(graph: fx.GraphModule, facts: SizeFacts, sizes: Mapping[str, int]) -> fx.GraphModule:
     """A copy that knows the small sizes and the kept rounds. The numbers in its arguments are the old ones."""
-    new = copied(graph)
+    new = shortened(graph)
     for node in new.graph.nodes:
         if node.name in facts.dims and "sizes" in node.meta:
             node.meta["sizes"] = _at(facts, node, sizes)
+    return new
+
+
+def shortened(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy in which runs have as many rounds as are kept."""
+    new = copied(graph)
+    for node in new.graph.nodes:
         if node.meta.get("place") is not None:
             node.meta["place"] = _shorter(node.meta["place"])
         if "stands_for" in node.meta:

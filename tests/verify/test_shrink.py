@@ -14,6 +14,7 @@ from torch import nn
 
 import ndcompile as nd
 from ndcompile.program import Program
+from ndcompile.verify.execute import round_trip
 from ndcompile.verify.shrink import shrink
 from tests.test_large import llama, of_405b
 
@@ -54,8 +55,10 @@ def test_405b_on_8192_ranks_is_equal_to_one_device_in_a_prime_field() -> None:
     begin = time.process_time()
     report = nd.verify(program, seeds=1, microbatches=1)
     assert report.equal, str(report)
-    assert [claim.held for claim in report.claims] == [True, True, True]
-    assert "16 ranks" in report.claims[1].evidence[0] and "without 123 blocks" in report.sizes[0]
+    claims = {claim.kind: claim for claim in report.claims}
+    assert [*claims] == ["proved (types)", "same ops", "equal over F_p", "tested (float64)"]
+    assert all(claim.held for claim in report.claims)
+    assert "16 ranks" in claims["equal over F_p"].evidence[0] and "without 123 blocks" in report.sizes[0]
     assert time.process_time() - begin < 60
 
 
@@ -100,3 +103,27 @@ def test_a_number_in_the_text_keeps_its_size() -> None:
     small = next(shrink(program))
     assert small.parameters["down.weight"].shape[1] == 1000
     assert nd.verify(program, seeds=1, microbatches=1).equal
+
+
+def test_the_text_for_one_device_does_the_ops_of_the_reference_graph() -> None:
+    small = next(shrink(of_8b()))
+    count, differs = round_trip(small, {"b": 4, "s": 6})
+    assert count > 150 and not differs
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "told"),
+    [
+        ("mean + 1e-06", "mean + 1e-05", "add.Tensor"),
+        ("torch.cat((neg, cut), -1)", "torch.cat((cut, neg), -1)", "cat.default"),
+        ("k_proj = k_proj.transpose(1, 2)", "k_proj = k_proj.transpose(1, 2).transpose(0, 2).transpose(0, 2)", ""),
+        ("x = x + down_proj", "x = x + down_proj + 0", "in the text"),
+    ],
+)
+def test_a_text_that_does_other_ops_is_noticed(right: str, wrong: str, told: str) -> None:
+    """But not one that comes by the same views in another way."""
+    small = next(shrink(of_8b()))
+    assert right in small.large_text
+    small.large_text = small.large_text.replace(right, wrong)
+    _, differs = round_trip(small, {"b": 4, "s": 6})
+    assert (told in differs and differs) if told else not differs

@@ -1,0 +1,91 @@
+"""Whether emitted text does what a graph does, op by op: both run on the meta device, at the sizes that they have.
+
+An op that computes is compared by its name, its numbers, and its operands: which earlier op (or parameter, or input)
+made the memory that each lies in, and where in it. So it does not matter how a view was come by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ndcompile.runtime import private
+
+Done = tuple[Any, ...]
+
+
+@dataclass
+class Log(TorchDispatchMode):
+    """The ops that compute, in order."""
+
+    done: list[Done] = field(default_factory=list)
+    made_by: dict[int, Any] = field(default_factory=dict)
+    kept: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def name(self, tensors: Mapping[str, Tensor]) -> None:
+        """What tensors are called that no op made."""
+        for name, tensor in tensors.items():
+            self.made_by.setdefault(self._memory(tensor), name)
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = op(*args, **(kwargs or {}))
+        if all(self._memory(y) in self.made_by for y in _tensors(results)) and not op._schema.is_mutable:
+            return results  # a view
+        leaves = pytree.tree_leaves((args, kwargs or {}))
+        given = [self._seen(leaf) for leaf in leaves if not _said_by_the_result(leaf)]
+        number = len(self.done)
+        self.done.append((str(op), *given, *(f"→ {list(y.shape)} {y.dtype}" for y in _tensors(results))))
+        for place, y in enumerate(_tensors(results)):
+            self.made_by.setdefault(self._memory(y), (number, place))
+        return results
+
+    def _memory(self, tensor: Tensor) -> int:
+        self.kept.append(tensor)
+        found = private.storage_id(tensor)
+        assert found is not None, "no DTensor is in emitted text"
+        return found
+
+    def _seen(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return str(leaf)
+        place = self.made_by.get(self._memory(leaf), "from nowhere")
+        return (place, tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype)
+
+
+def _said_by_the_result(leaf: Any) -> bool:
+    """A dtype, or what is left out as well as written."""
+    return leaf is None or leaf is False or isinstance(leaf, torch.dtype)
+
+
+def _tensors(results: Any) -> Iterable[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
+
+
+def difference(one: Callable[[], Any], two: Callable[[], Any], named: Mapping[str, Tensor]) -> tuple[int, str]:
+    """How many ops both do, and where they begin to differ (empty where they do not)."""
+    logs = []
+    for run in (one, two):
+        log = Log()
+        log.name(named)
+        with torch.no_grad(), log:
+            run()
+        logs.append(log.done)
+    for number, (a, b) in enumerate(zip(*logs, strict=False)):
+        if a != b:
+            return number, f"op {number} is {_shown(a)} in the graph and {_shown(b)} in the text"
+    lengths = [len(done) for done in logs]
+    return min(lengths), "" if lengths[0] == lengths[1] else f"the graph does {lengths[0]} ops, the text {lengths[1]}"
+
+
+def _shown(done: Done) -> str:
+    name, *given = done
+    return f"{name}({', '.join(str(g[0]) + str(list(g[1])) if isinstance(g, tuple) else g for g in given)})"
