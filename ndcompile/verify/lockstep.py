@@ -29,6 +29,10 @@ class RanksDisagree(RuntimeError):
     """The ranks do not call the same collectives in the same order: on real ranks they would hang, or worse."""
 
 
+class NeverWaitedFor(RuntimeError):
+    """A collective was started whose result nobody waited for."""
+
+
 class _Abort(BaseException):
     """Ends the thread of a rank whose run is over."""
 
@@ -113,6 +117,8 @@ class _Lockstep(Generic[T]):
             if not self.over:
                 with private.dispatched(lambda op, args, kwargs: self._op(rank, op, args, kwargs)):
                     rank.result = self.function(rank.number)
+                if rank.flying:
+                    raise NeverWaitedFor(f"rank {rank.number} started {len(rank.flying)} collectives too many")
         except BaseException as error:  # whatever ends the rank is reported by the scheduler
             rank.error = error
         rank.done = True

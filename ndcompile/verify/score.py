@@ -16,12 +16,12 @@ from ndcompile.verify.arithmetic import AsWritten, Domain, Field, NotInDomain, Z
 from ndcompile.verify.compare import compare
 from ndcompile.verify.execute import Step, on_one_device, on_ranks
 from ndcompile.verify.graph_mutants import GraphMutant, seen_by_types
-from ndcompile.verify.lockstep import RanksDisagree
+from ndcompile.verify.lockstep import NeverWaitedFor, RanksDisagree
 from ndcompile.verify.mutants import Mutant
 from ndcompile.verify.sample import Sample, draw
 
-VERDICTS = ("types", "does not run", "ranks disagree", "field", "float64", "equivalent", "alive")
-"""What saw a mutant, the first of these. `equivalent`: nothing did, and with more samples and on other seeds the
+VERDICTS = ("types", "does not run", "collectives", "field", "float64", "equivalent", "alive")
+"""What saw a mutant, the first of these. `collectives`: the ranks' do not fit together. `equivalent`: nothing did, and with more samples and on other seeds the
 difference is exactly 0 as well; `alive`: there it was not.
 """
 
@@ -51,8 +51,8 @@ class Trial:
         """What sees the text on this sample; empty if all is equal."""
         try:
             found = on_ranks(program, self.sample, self.domain, source)
-        except RanksDisagree:
-            return "ranks disagree"
+        except (RanksDisagree, NeverWaitedFor):
+            return "collectives"
         except ZeroDenominator:
             return self.domain.name
         except FAILURES:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndcompile.runtime import Ranks, all_gather, private, shard
-from ndcompile.runtime.mesh import Mesh
+from ndcompile.runtime import Ranks, private, shard
 
 
 def next_rank(axis: Ranks) -> Ranks:
@@ -33,10 +32,6 @@ def turned(x: Tensor, axis: Ranks, dim: int) -> Tensor:
     """A whole dim with the ranks' parts in another order."""
     parts = list(x.split(-(-x.shape[dim] // axis.size), dim))
     return torch.cat([*parts[1:], parts[0]], dim)
-
-
-def gather_turned(x: Tensor, axis: Ranks, dim: int, **options: Any) -> Tensor:
-    return turned(all_gather(x, axis, dim=dim, **options), axis, dim)
 
 
 def shard_of_sum_of_one(x: Tensor, axis: Ranks, dim: int, *, size: int | None = None, dtype: Any = None) -> Tensor:
@@ -69,10 +64,6 @@ def double_back(x: Tensor, axis: Ranks) -> Tensor:
 def low(x: Tensor) -> Tensor:
     """Rounded to half precision and back."""
     return x.to(torch.bfloat16).to(x.dtype)
-
-
-def wider(mesh: Mesh, *axes: str) -> Ranks:
-    return mesh[axes]
 
 
 def _summed(x: Tensor, axis: Ranks) -> Tensor:
