@@ -84,7 +84,7 @@ def fold(graph: fx.GraphModule, model: nn.Module, pinned: Mapping[str, str], dro
     for item in items:
         if not _foldable(item, items, model):
             item.key = (item.key, id(item))
-    runs = _runs(items, graph, pinned) if drop else []
+    runs = _Finder(items, pinned).runs() if drop else []
     places = _places(items, runs)
     for run in runs:
         _drop_rounds(graph, items, run)
@@ -251,22 +251,61 @@ class _Run:
         return self.start + round * self.period + position
 
 
-def _runs(items: list[_Item], graph: fx.GraphModule, pinned: Mapping[str, str]) -> list[_Run]:
-    """The longest runs, from the first item on, none of which overlap."""
-    keys = [_with_pins(item, pinned) for item in items]
-    maker = {node: (i, o) for i, item in enumerate(items) for o, node in enumerate(item.outputs) if node is not None}
-    owner = {node: i for i, item in enumerate(items) for node in (*item.nodes, *([item.again] if item.again else []))}
-    found, at = [], 0
-    while at < len(items):
-        runs = [_Run(at, p, _rounds(items, keys, maker, owner, at, p)) for p in range(1, LONGEST + 1)]
-        best = max(runs, key=lambda run: (run.rounds > 1) * run.rounds * run.period)
-        calls = any(items[best.item(0, j)].body is not None for j in range(best.period))
-        if best.rounds > 1 and calls:
-            found.append(best)
-            at += best.rounds * best.period
-        else:
-            at += 1
-    return found
+class _Finder:
+    """Looks for the longest runs, from the first item on, none of which overlap."""
+
+    def __init__(self, items: list[_Item], pinned: Mapping[str, str]) -> None:
+        self.items = items
+        self.keys = [_with_pins(item, pinned) for item in items]
+        self.maker = {v: (i, o) for i, item in enumerate(items) for o, v in enumerate(item.outputs) if v is not None}
+        nodes = ((i, [*item.nodes, *([item.again] if item.again else [])]) for i, item in enumerate(items))
+        self.owner = {node: i for i, own in nodes for node in own}
+
+    def runs(self) -> list[_Run]:
+        found, at = [], 0
+        while at < len(self.items):
+            runs = [_Run(at, period, self.rounds(at, period)) for period in range(1, LONGEST + 1)]
+            best = max(runs, key=lambda run: (run.rounds > 1) * run.rounds * run.period)
+            calls = any(self.items[best.item(0, j)].body is not None for j in range(best.period))
+            if best.rounds > 1 and calls:
+                found.append(best)
+                at += best.rounds * best.period
+            else:
+                at += 1
+        return found
+
+    def rounds(self, start: int, period: int) -> int:
+        """How many rounds of `period` items from `start` on are one run."""
+        run = _Run(start, period, 1)
+        while run.item(run.rounds + 1, 0) <= len(self.items):
+            if not all(self.continues(run, j) for j in range(period)) or not _steps(self.items, run):
+                break
+            run.rounds += 1
+        for round in range(run.rounds - 1):
+            made = [v for j in range(period) for v in self.items[run.item(round, j)].outputs if v is not None]
+            users = (user for value in made for user in value.users if user.target not in (ENTER, LEAVE))
+            if any(self.owner.get(user, len(self.items)) >= run.item(round + 2, 0) for user in users):
+                return round + 1
+        return run.rounds
+
+    def continues(self, run: _Run, position: int) -> bool:
+        """Whether an item of the round after the run is as the one of the run's last round."""
+        now, before = run.item(run.rounds, position), run.item(run.rounds - 1, position)
+        if self.keys[now] != self.keys[before] or len(self.items[now].inputs) != len(self.items[before].inputs):
+            return False
+        pairs = zip(self.items[before].inputs, self.items[now].inputs, strict=True)
+        return all(self._corresponds(run, earlier, later) for earlier, later in pairs)
+
+    def _corresponds(self, run: _Run, earlier: fx.Node, later: fx.Node) -> bool:
+        """Whether two rounds take the same from outside, from their own round, or from the round before."""
+        by, output = self.maker.get(later, (-1, 0))
+        if by < run.start:
+            return earlier is later
+        if by < run.item(run.rounds - 1, 0):
+            return False  # from two rounds ago
+        if run.rounds == 1 and by < run.item(1, 0):
+            return self.maker.get(earlier, (-1, 0))[0] < run.start  # what the first round takes comes from outside
+        return self.maker.get(earlier) == (by - run.period, output)
 
 
 def _with_pins(item: _Item, pinned: Mapping[str, str]) -> Any:
@@ -278,68 +317,10 @@ def _inside(name: str, block: str) -> bool:
     return bool(block) and (name == block or name.startswith(block + "."))
 
 
-def _rounds(
-    items: list[_Item],
-    keys: list[Any],
-    maker: Mapping[fx.Node, tuple[int, int]],
-    owner: Mapping[fx.Node, int],
-    start: int,
-    period: int,
-) -> int:
-    """How many rounds of `period` items from `start` on are one run."""
-    rounds = 1
-    while start + (rounds + 1) * period <= len(items):
-        if not all(_continues(items, keys, maker, start, period, rounds, j) for j in range(period)):
-            break
-        if not _steps(items, start, period, rounds):
-            break
-        rounds += 1
-    for round in range(rounds - 1):
-        end = start + (round + 2) * period
-        made = [n for j in range(period) for n in items[start + round * period + j].outputs if n is not None]
-        if any(owner.get(user, len(items)) >= end for node in made for user in node.users if user.target not in MARKS):
-            return round + 1
-    return rounds
-
-
-MARKS = (ENTER, LEAVE)
-
-
-def _continues(
-    items: list[_Item],
-    keys: list[Any],
-    maker: Mapping[fx.Node, tuple[int, int]],
-    start: int,
-    period: int,
-    rounds: int,
-    position: int,
-) -> bool:
-    """Whether item `position` of round `rounds` is as the one of the round before."""
-    now = start + rounds * period + position
-    before = now - period
-    if keys[now] != keys[before] or len(items[now].inputs) != len(items[before].inputs):
-        return False
-    for a, b in zip(items[before].inputs, items[now].inputs, strict=True):
-        outside = b not in maker or maker[b][0] < start
-        if outside:
-            if a is not b:
-                return False
-            continue
-        by, output = maker[b]
-        if by < now - position - period:
-            return False  # from two rounds ago
-        if rounds == 1 and by < start + period:
-            if a in maker and maker[a][0] >= start:
-                return False  # in the first round it must come from outside
-        elif a not in maker or maker[a] != (by - period, output):
-            return False
-    return True
-
-
-def _steps(items: list[_Item], start: int, period: int, rounds: int) -> bool:
+def _steps(items: list[_Item], run: _Run) -> bool:
     """Whether the blocks at each position are one, or follow each other in a list at even distances."""
-    for j in range(period):
-        paths = [items[start + r * period + j].block for r in range(rounds + 1)]
+    for j in range(run.period):
+        paths = [items[run.item(round, j)].block for round in range(run.rounds + 1)]
         if len(set(paths)) > 1:
             tails = [path.rpartition(".")[2] for path in paths]
             if not all(tail.isdigit() for tail in tails):
