@@ -108,9 +108,17 @@ def _input(node: fx.Node, sizes: Mapping[str, int], limit: tuple[int, int | None
     high, ignored = limit
     ids = torch.randint(0, high, shape, generator=generator, dtype=dtype)
     if ignored is not None:
-        for i in range(shape[0]):  # unequally many in each sample
-            ids[i].view(-1)[: (2 * i + 1) % max(1, ids[i].numel())] = ignored
+        for number, labels in enumerate(ids.flatten(1) if ids.dim() > 1 else ids.unsqueeze(1)):
+            labels[_masked(number, len(labels), generator)] = ignored
     return ids
+
+
+def _masked(number: int, length: int, generator: torch.Generator) -> Tensor:
+    """Which labels of a sample are ignored: another number in each sample, at random places, never all of several."""
+    if length == 1:
+        return torch.zeros(int(number % 3 == 1), dtype=torch.int64)
+    count = min(1 + number % max(1, length - 2), length - 1)
+    return torch.randperm(length, generator=generator)[:count]
 
 
 def size_at(size: Any, sizes: Mapping[str, int]) -> int:
@@ -157,11 +165,11 @@ def number_range(graph: fx.GraphModule, node: fx.Node) -> tuple[int, int | None]
 
 
 def _keeps(name: str) -> bool:
-    """Whether an op hands numbers on as they are."""
+    """Whether an op hands numbers on as they are, or keeps them in a range."""
     return (
         name.split(".")[1]
         in (
             "view reshape flatten unsqueeze squeeze alias slice to expand transpose contiguous clone cat pad "
-            "constant_pad_nd select permute _to_copy detach"
+            "constant_pad_nd select permute _to_copy detach clamp clamp_min remainder"
         ).split()
     )

@@ -21,8 +21,9 @@ from ndcompile.verify.mutants import Mutant
 from ndcompile.verify.sample import Sample, draw
 
 VERDICTS = ("types", "does not run", "collectives", "field", "float64", "equivalent", "alive")
-"""What saw a mutant, the first of these. `collectives`: the ranks' do not fit together. `equivalent`: nothing did, and with more samples and on other seeds the
-difference is exactly 0 as well; `alive`: there it was not.
+"""What saw a mutant, the first of these. `collectives`: the ranks' do not fit together, or are not waited for.
+`equivalent`: nothing saw it, and with more samples and on other seeds the difference is exactly 0 as well; `alive`:
+there it was not.
 """
 
 
