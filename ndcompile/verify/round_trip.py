@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ndcompile.runtime import private
 
@@ -21,26 +20,24 @@ Done = tuple[Any, ...]
 
 
 @dataclass
-class Log(TorchDispatchMode):
+class Log:
     """The ops that compute, in order."""
 
     done: list[Done] = field(default_factory=list)
     made_by: dict[int, Any] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        super().__init__()
-
     def name(self, tensors: Mapping[str, Tensor]) -> None:
         """What tensors are called that no op made."""
         for name, tensor in tensors.items():
             self.made_by.setdefault(self._memory(tensor), name)
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = op(*args, **(kwargs or {}))
+    def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do an op, and write it down unless it is a view."""
+        results = op(*args, **kwargs)
         if all(self._memory(y) in self.made_by for y in _tensors(results)) and not op._schema.is_mutable:
             return results  # a view
-        leaves = pytree.tree_leaves((args, kwargs or {}))
+        leaves = pytree.tree_leaves((args, kwargs))
         given = [self._seen(leaf) for leaf in leaves if not _said_by_the_result(leaf)]
         number = len(self.done)
         self.done.append((str(op), *given, *(f"→ {list(y.shape)} {y.dtype}" for y in _tensors(results))))
@@ -76,7 +73,7 @@ def difference(one: Callable[[], Any], two: Callable[[], Any], named: Mapping[st
     for run in (one, two):
         log = Log()
         log.name(named)
-        with torch.no_grad(), log:
+        with torch.no_grad(), private.dispatched(log.run):
             run()
         logs.append(log.done)
     for number, (a, b) in enumerate(zip(*logs, strict=False)):
