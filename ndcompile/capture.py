@@ -309,7 +309,8 @@ def _refuse_sizes_from_values(graph: fx.GraphModule) -> None:
     """Shapes that values decide (`x[x > 0]`)."""
     for node in graph.graph.nodes:
         value = node.meta.get("val")
-        if isinstance(value, Tensor) and free_unbacked_symbols(value):
+        counted = node.target is torch.ops.aten.bincount.default  # torch 2.11 gives its result a size
+        if isinstance(value, Tensor) and (counted or free_unbacked_symbols(value)):
             raise CompileError(
                 f"the shape of {node.target}'s result depends on the values of tensors",
                 node=f"%{node.name}   {_module_path(node)}".rstrip(),

@@ -107,6 +107,11 @@ class Branches(Linear):
         return -y
 
 
+class Counts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bincount((x > 0).long().reshape(-1), minlength=3)
+
+
 class Picks(Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
@@ -135,6 +140,16 @@ def test_control_flow_on_values() -> None:
         f"  source  {line_of('if y.sum() > 0:')}",
         "  why     its control flow depends on the values of tensors",
         "  try     torch.where instead of if on a tensor",
+    )
+
+
+def test_a_count_whose_length_may_depend_on_values() -> None:
+    assert refusal(Counts(), "tp=2") == lines(
+        "the shape of aten.bincount.default's result depends on the values of tensors",
+        "  node    %bincount",
+        f"  source  {line_of('return torch.bincount((x > 0).long().reshape(-1), minlength=3)')}",
+        "  why     the parts that ranks hold must have sizes that are known before",
+        "  try     torch.where, or a mask that is multiplied in",
     )
 
 
