@@ -57,6 +57,13 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """For every name of a parameter or buffer, the first one of the same tensor."""
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in every}
+
+
 @dataclass
 class Scope:
     """A block, and the paths in it of its modules, each by the identity of its attributes."""
@@ -238,9 +245,7 @@ class _Describer:
     """Says of a value what a trace can see of it, so that equal descriptions give equal traces."""
 
     def __init__(self, model: nn.Module) -> None:
-        every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        first: dict[int, str] = {}
-        self.first = {name: first.setdefault(id(tensor), name) for name, tensor in every}
+        self.first = first_names(model)
         self.kept: list[Any] = []
 
     def __call__(self, value: Any, scope: Scope = NOWHERE, name: str = "", above: tuple[int, ...] = ()) -> Any:

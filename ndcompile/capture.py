@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from ndcompile.autocast import Autocast, casts
-from ndcompile.borders import Borders, blocks_of
+from ndcompile.borders import Borders, blocks_of, first_names
 from ndcompile.errors import CompileError
 from ndcompile.fold import NotFollowed, fold
 from ndcompile.functional import make_functional
@@ -174,9 +174,7 @@ def _label_placeholders(
     exported: torch.export.ExportedProgram, model: nn.Module, names: list[str], attributes: Mapping[int, Tensor]
 ) -> tuple[str, ...]:
     """Say of each placeholder what it is, and make one of the placeholders of a tied parameter or buffer."""
-    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    first = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    canonical = {name: first[id(tensor)] for name, tensor in every}
+    canonical = first_names(model)
     owners = {name: p.requires_grad for name, p in model.named_parameters()}
     inputs = iter(names)
     graph, merged, found = exported.graph_module.graph, dict[str, fx.Node](), list[str]()

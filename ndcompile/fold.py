@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from ndcompile.borders import AGAIN, ENTER, LEAVE
+from ndcompile.borders import AGAIN, ENTER, LEAVE, first_names
 
 LONGEST = 16  # blocks and stretches in a round
 
@@ -90,7 +90,7 @@ def fold(graph: fx.GraphModule, model: nn.Module, pinned: Mapping[str, str], dro
         _drop_rounds(graph, items, run)
     kept = [i for i, item in enumerate(items) if not any(run.dropped(i) for run in runs)]
     bodies: dict[int, _Item] = {}
-    names = _first_names(model)
+    names = first_names(model)
     for i in kept:
         _expand(graph, items[i], bodies, names)
         for at, node in enumerate(items[i].nodes):
@@ -208,7 +208,7 @@ def _foldable(item: _Item, items: list[_Item], model: nn.Module) -> bool:
     if item.body is None or not template.nodes:
         return True
     placeholders = template.nodes[0].graph.find_nodes(op="placeholder")
-    mine = [p for p in placeholders if _inside(str(p.meta.get("name", "")), item.block)]
+    mine = [p for p in placeholders if inside(str(p.meta.get("name", "")), item.block)]
     return all(user in own for p in mine for user in p.users) and _buffers_alike(model, template.block, item.block)
 
 
@@ -309,11 +309,16 @@ class _Finder:
 
 
 def _with_pins(item: _Item, pinned: Mapping[str, str]) -> Any:
-    pins = sorted((name[len(item.block) :], pin) for name, pin in pinned.items() if _inside(name, item.block))
-    return (item.key, item.block.rpartition(".")[0], tuple(pins))
+    return (item.key, item.block.rpartition(".")[0], pins_in(pinned, item.block))
 
 
-def _inside(name: str, block: str) -> bool:
+def pins_in(pinned: Mapping[str, str], block: str) -> tuple[tuple[str, str], ...]:
+    """The pins of a block, by the names in it."""
+    return tuple(sorted((name[len(block) :], pin) for name, pin in pinned.items() if inside(name, block)))
+
+
+def inside(name: str, block: str) -> bool:
+    """Whether a parameter or module is a block's own."""
     return bool(block) and (name == block or name.startswith(block + "."))
 
 
@@ -382,7 +387,7 @@ def _expand(graph: fx.GraphModule, item: _Item, bodies: dict[int, _Item], names:
     new: dict[fx.Node, fx.Node] = {}
     for value in _outside(template.nodes):
         name = str(value.meta.get("name", ""))
-        own = value.op == "placeholder" and _inside(name, template.block)
+        own = value.op == "placeholder" and inside(name, template.block)
         new[value] = placeholders[names[item.block + name[len(template.block) :]]] if own else value
     begin, end = template.marks
     new |= dict(zip(begin.args[0], item.again.args[0], strict=True))  # type: ignore[arg-type]
@@ -404,17 +409,10 @@ def _expand(graph: fx.GraphModule, item: _Item, bodies: dict[int, _Item], names:
 def _moved(meta: Mapping[str, Any], before: str, after: str) -> dict[str, Any]:
     """What is known of a node, for its copy in another block."""
     stack = {
-        key: (after + path[len(before) :] if _inside(path, before) else path, kind)
+        key: (after + path[len(before) :] if inside(path, before) else path, kind)
         for key, (path, kind) in (meta.get("nn_module_stack") or {}).items()
     }
     return {**meta, "nn_module_stack": stack}
-
-
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """For every name of a parameter or buffer, the first one of the same tensor."""
-    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(tensor), name) for name, tensor in every}
 
 
 def _stand_for(graph: fx.GraphModule, places: Mapping[int, Place], names: Mapping[str, str]) -> None:
@@ -425,10 +423,10 @@ def _stand_for(graph: fx.GraphModule, places: Mapping[int, Place], names: Mappin
         name = str(node.meta.get("name", ""))
         if node.meta.get("role") not in ("parameter", "buffer"):
             continue
-        place = next((p for p in standing if _inside(name, p.block)), None)
+        place = next((p for p in standing if inside(name, p.block)), None)
         if place is not None:
             node.meta["stands_for"] = tuple(names[block + name[len(place.block) :]] for block in place.stands_for)
-        elif not node.users and any(_inside(name, block) for block in stood):
+        elif not node.users and any(inside(name, block) for block in stood):
             graph.graph.erase_node(node)
 
 
@@ -498,7 +496,7 @@ def _later(node: fx.Node, later: int, segments: int) -> dict[str, Any]:
     here = replace(place, block=block, stands_for=(block,))
     meta = {**node.meta, "place": here}
     for key in ("module", "block", "parameter"):
-        if meta.get(key) and _inside(meta[key], place.block):
+        if meta.get(key) and inside(meta[key], place.block):
             meta[key] = block + meta[key][len(place.block) :]
     if "segment" in meta:
         meta["segment"] += later * segments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,13 +42,24 @@ def run(graph: fx.GraphModule, model: nn.Module, inputs: dict[str, Tensor]) -> l
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     device = next(iter(inputs.values())).device
     held |= {name: held[name].clone() for name in updates(graph)}  # backward may need what is written over
+    return walk(graph, lambda node: _placeholder(node, held, inputs, device))
+
+
+def walk(
+    graph: fx.GraphModule,
+    placeholder: Callable[[fx.Node], Any],
+    seen: Callable[[fx.Node, Any], None] = lambda node, value: None,
+) -> list[Any]:
+    """The results of the graph's nodes, executed one by one; `seen` is told every value."""
     values: dict[fx.Node, Any] = {}
     for node in graph.graph.nodes:
         if node.op == "placeholder":
-            values[node] = _placeholder(node, held, inputs, device)
+            values[node] = placeholder(node)
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
             values[node] = node.target(*args, **kwargs)
+        if node in values:
+            seen(node, values[node])
     return [values[v] if isinstance(v, fx.Node) else v for v in results(graph)]
 
 

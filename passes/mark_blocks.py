@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ndcompile.fold import Place, frozen
+from ndcompile.fold import Place, frozen, pins_in
 
 
 def mark_blocks(
@@ -24,9 +24,8 @@ def mark_blocks(
     segments = _segments(graph, lists)
     kinds: dict[Any, int] = {}
     for number, block, place, nodes in _numbered(segments):
-        pins = sorted((name[len(block) :], pin) for name, pin in (pinned or {}).items() if _inside(name, block))
         repeats = bool(block) or (place is not None and place.run is not None)
-        text = (bool(block), _text(block, nodes), tuple(pins)) if repeats else ("root", number)
+        text = (bool(block), _text(block, nodes), pins_in(pinned or {}, block)) if repeats else ("root", number)
         kind = kinds.setdefault(text, len(kinds))
         for at, node in enumerate(nodes):
             node.meta |= dict(block=block, segment=number, kind=kind, alias=(kind, at))
@@ -76,10 +75,6 @@ def _add_ports(graph: fx.GraphModule, nodes: list[fx.Node]) -> None:
 def _travels(value: fx.Node) -> bool:
     """Another segment's value, or an input of the model: the first block takes that where later ones take a value."""
     return value.op == "call_function" or value.meta.get("role") == "input"
-
-
-def _inside(name: str, block: str) -> bool:
-    return bool(block) and (name == block or name.startswith(block + "."))
 
 
 def _block_of(path: str, lists: frozenset[str]) -> str:

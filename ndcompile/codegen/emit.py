@@ -14,6 +14,7 @@ from ndcompile.codegen.ops import KEEPS_NAME, Writer
 from ndcompile.codegen.segments import Loop, Segment, segments, statements
 from ndcompile.codegen.sizes import SizeFacts, SizeNames, axis_name
 from ndcompile.codegen.wrap import wrapped
+from ndcompile.fold import inside
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import COLLECTIVES, I, R
 from ndcompile.rules.registry import model_results, op_name, operands, results, signature, updates
@@ -122,8 +123,8 @@ class _Emitter:
     def _weights(self, segment: Segment, margin: str) -> list[str]:
         lines = []
         for entry, name in zip(segment.entries, self._entry_names(segment), strict=True):
-            inside = _inside(entry.parameter, segment.block)
-            path = entry.parameter[len(segment.block) + 1 :] if inside else "/" + entry.parameter
+            own = inside(entry.parameter, segment.block)
+            path = entry.parameter[len(segment.block) + 1 :] if own else "/" + entry.parameter
             arguments = [f'"{path}"']
             gather = {
                 m.meta["move"].axes[0]: m.kwargs["dim"]
@@ -476,10 +477,6 @@ def _symbols(graph: fx.GraphModule) -> list[str]:
     """The names of the inputs' symbolic sizes."""
     inputs = [n for n in graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "input"]
     return list(dict.fromkeys(name for n in inputs for size in n.meta["shape"] for name in size.symbols))
-
-
-def _inside(name: str, block: str) -> bool:
-    return bool(block) and name.startswith(block + ".")
 
 
 def _value_name(node: fx.Node) -> str:

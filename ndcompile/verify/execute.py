@@ -16,6 +16,7 @@ from ndcompile.fold import unfold
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import Layout
 from ndcompile.program import Program
+from ndcompile.reference import walk
 from ndcompile.rules.registry import results
 from ndcompile.runtime import Mesh, Root, private
 from ndcompile.runtime.manifest import ParameterPlan
@@ -63,7 +64,8 @@ def on_one_device(program: Program, sample: Sample, domain: Domain) -> list[Step
         def forward(inputs: Sequence[Tensor]) -> Sequence[Any]:
             if small is not None:
                 return small(inputs)
-            found = walk(program.reference, own, leaves, inputs)
+            given = dict(zip(own.inputs, inputs, strict=True))
+            found = walk(program.reference, lambda node: own.placeholder(node, leaves, given))
             names = program.manifest.updates
             own.buffers.update(zip(names, found[len(found) - len(names) :], strict=True))
             return found
@@ -154,19 +156,6 @@ def alone(program: Small, leaves: Mapping[str, Tensor], own: Sample) -> Forward:
         return [*found, *(own.buffers[name].clone() for name in program.manifest.updates)]
 
     return forward
-
-
-def walk(graph: fx.GraphModule, sample: Sample, leaves: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Any]:
-    """The nodes of the reference graph, one by one."""
-    given = dict(zip(sample.inputs, inputs, strict=True))
-    values: dict[fx.Node, Any] = {}
-    for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = sample.placeholder(node, leaves, given)
-        elif node.op == "call_function":
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-            values[node] = node.target(*args, **kwargs)
-    return [values[v] if isinstance(v, fx.Node) else v for v in results(graph)]
 
 
 def result_layouts(program: Program) -> list[Layout | None]:
@@ -288,13 +277,7 @@ def round_trip(small: Small, sizes: Mapping[str, int]) -> tuple[int, str]:
     root = _one_rank(small.large_text, large, plans, parameters, buffers, small.without)
 
     def of_graph() -> Any:
-        values: dict[fx.Node, Any] = {}
-        for node in graph.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = tensors[node.meta["name"]]
-            elif node.op == "call_function":
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-                values[node] = node.target(*args, **kwargs)
+        return walk(graph, lambda node: tensors[node.meta["name"]])
 
     def of_text() -> Any:
         return root.forward(*inputs, *([tensors["key"]] if large.manifest.random else []))

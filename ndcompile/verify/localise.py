@@ -17,7 +17,8 @@ from ndcompile.passes.measure_values import measure_values
 from ndcompile.pipeline import copied
 from ndcompile.placement import Layout
 from ndcompile.program import Program
-from ndcompile.rules.registry import describe, op_name, results
+from ndcompile.reference import walk
+from ndcompile.rules.registry import describe, op_name
 from ndcompile.verify.arithmetic import Domain
 from ndcompile.verify.compare import BAR, Difference
 from ndcompile.verify.execute import alone, cotangent_scales, emitted, forward_of, result_layouts
@@ -127,19 +128,16 @@ def _pull(program: Program, found: Sequence[Any], sample: Sample, domain: Domain
 
 def _reference(program: Program, graph: fx.GraphModule, sample: Sample, domain: Domain) -> dict[Any, Value]:
     """Every value of the reference graph by the key of its node, with its cotangent."""
-    leaves, seen, values = sample.leaves(lambda name, whole: whole), dict[Any, Value](), dict[fx.Node, Any]()
+    leaves, seen = sample.leaves(lambda name, whole: whole), dict[Any, Value]()
     given = dict(zip(sample.inputs, sample.batches[0], strict=True))
-    for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = sample.placeholder(node, leaves, given)
-        elif node.op == "call_function":
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-            values[node] = node.target(*args, **kwargs)
-        if isinstance(values.get(node), Tensor):
-            value = seen[node.meta["key"]] = Value(0, node.name, values[node].detach().clone())
-            if values[node].requires_grad:
-                values[node].register_hook(value.keep)
-    found = [values[v] if isinstance(v, fx.Node) else v for v in results(graph)]
+
+    def keep(node: fx.Node, found: Any) -> None:
+        if isinstance(found, Tensor):
+            value = seen[node.meta["key"]] = Value(0, node.name, found.detach().clone())
+            if found.requires_grad:
+                found.register_hook(value.keep)
+
+    found = walk(graph, lambda node: sample.placeholder(node, leaves, given), keep)
     _pull(program, found, sample, domain)
     return seen
 
