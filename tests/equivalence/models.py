@@ -25,6 +25,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import torch
+import transformers
 from torch import nn
 
 import ndcompile as nd
@@ -62,6 +63,8 @@ class Row:
     whole: dict[str, list[str]] = field(default_factory=dict)
     share: float = 0.0
     masks: list[str] = field(default_factory=list)
+    on: str = ""
+    """The versions that it was measured with."""
 
     def worst(self, kind: str) -> float | None:
         return max((far[kind] for far in self.distances.values() if kind in far), default=None)
@@ -92,7 +95,7 @@ def captured_once() -> Iterator[None]:
 
 
 def _measured(name: str) -> Row:
-    row = Row(itself=from_itself(name))
+    row = Row(itself=from_itself(name), on=f"{torch.__version__.partition('+')[0]}, {transformers.__version__}")
     describe(row, name)
     for world_size in WORLDS:
         with tempfile.TemporaryDirectory() as folder:
@@ -233,10 +236,10 @@ number of tokens is masked.
 [models.json](models.json). A figure is the largest distance over meshes, ranks and two steps of clipped AdamW; the
 bar is 1e-10. "Itself" is how far results and gradients of the reference graph are from those of the untouched model
 in double precision, which may cast to float32 inside; its bar is 1e-5 (–: dropout draws other numbers). Masks that are
-not named are dense.
+not named are dense. "On" is the versions of torch and transformers.
 
-| model | meshes | loss | other results | norm | gradients | step | buffers | itself | masks of attention |
-|---|---|---|---|---|---|---|---|---|---|"""
+| model | meshes | loss | other results | norm | gradients | step | buffers | itself | masks of attention | on |
+|---|---|---|---|---|---|---|---|---|---|---|"""
 
 WHOLE = """
 ## What tp leaves whole, and why
@@ -264,7 +267,7 @@ def _table(rows: Mapping[str, Row]) -> list[str]:
         fit, ran = len(meshes_of(name)) - len(row.refused), len(row.distances)
         figures = " | ".join(_number(value) for value in (*map(row.worst, KINDS), row.itself))
         count = f"{ran}" if ran == fit else f"{ran} of {fit}"
-        lines.append(f"| {name} | {count} | {figures} | {', '.join(row.masks) or '–'} |")
+        lines.append(f"| {name} | {count} | {figures} | {', '.join(row.masks) or '–'} | {row.on} |")
     return lines
 
 

@@ -1,13 +1,14 @@
 """The models of the matrix on two ranks that torchrun starts: NCCL where each has a GPU, else gloo.
 
-    torchrun --nproc-per-node 2 -m tests.equivalence.on_torchrun
+    torchrun --nproc-per-node 2 -m tests.equivalence.on_torchrun [--only MODEL …]
 
 Rank 0 first compiles all cases and trains them on one device, on the CPU. Prints one JSON line a rank: how many cases,
-the largest distance and where, and the failures. In float64 mode.
+the largest distance and where, the failures, and the cases that were refused at compile time. In float64 mode.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -21,25 +22,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import ndcompile as nd
 from ndcompile.mesh import MeshSpec
 from tests.equivalence import compare
 from tests.equivalence.compare import Case, Outcome, measure, prepare
 from tests.equivalence.registry import MODELS
 
-CASES = [Case(model, mesh) for model in MODELS for mesh in ("dp_shard=2", "tp=2", "dp_replicate=2")]
+MESHES = "dp_shard=2", "tp=2", "dp_replicate=2"
+REFUSED = "refused"
+"""A file in a case's folder that says why it was not compiled."""
 
 
 def prepare_alone(case: Case, folder: Path) -> None:
     torch.set_num_threads(1)
     folder.mkdir(parents=True)
-    prepare(case, folder)
+    try:
+        prepare(case, folder)
+    except nd.CompileError as error:
+        (folder / REFUSED).write_text(f"{case}: {error}")
 
 
-def prepare_all(root: Path) -> None:
+def prepare_all(models: list[str], root: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    folders = [root / str(number) for number in range(len(CASES))]
+    cases = [Case(model, mesh) for model in models for mesh in MESHES]
+    folders = [root / str(number) for number in range(len(cases))]
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), mp_context=context) as pool:
-        list(pool.map(prepare_alone, CASES, folders))
+        list(pool.map(prepare_alone, cases, folders))
 
 
 def join() -> torch.device:
@@ -66,20 +74,23 @@ def measure_on(device: torch.device, root: Path) -> list[Outcome]:
         return far(a.cpu(), b.cpu(), least)
 
     compare.own_rows, compare.distance = moved, apart
-    return [measure(root / str(number)) for number in range(len(CASES))]
+    return [measure(folder) for folder in sorted(root.iterdir()) if not (folder / REFUSED).exists()]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
     root = Path(tempfile.gettempdir(), f"ndcompile_cases_{os.environ['MASTER_PORT']}")
     if int(os.environ["RANK"]) == 0:
-        prepare_all(root)
+        prepare_all(parser.parse_args().only, root)
     device = join()
     dist.barrier()
     outcomes = measure_on(device, root)
     worst, case = max((max(o.distances.values()), str(o.case)) for o in outcomes)
     failures = [text for outcome in outcomes for text in outcome.failures]
     row = dict(rank=dist.get_rank(), backend=dist.get_backend(), cases=len(outcomes), worst=worst, at=case)
-    print(json.dumps(row | dict(failures=failures)), flush=True)
+    refused = [path.read_text() for path in root.glob(f"*/{REFUSED}")]
+    print(json.dumps(row | dict(failures=failures, refused=refused)), flush=True)
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(1 if failures else 0)
