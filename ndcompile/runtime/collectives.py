@@ -1,4 +1,7 @@
-"""The conversions between placements: each one function, named as its row of the table, right in both directions."""
+"""The conversions between placements: each one function, named as its row of the table, right in both directions.
+
+A dim that is `balanced` lies head–tail on the ranks (`sequence.py`); the whole of it is always in its natural order.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from ndcompile.placement import BY_NAME
 from ndcompile.runtime import private
 from ndcompile.runtime.mesh import Ranks
+from ndcompile.runtime.sequence import dealt, natural, spans
 
 
 def replicate(x: Tensor, axis: Ranks, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -25,9 +29,9 @@ def invariant(x: Tensor, axis: Ranks) -> Tensor:
     return _convert("invariant", x, axis)
 
 
-def shard(x: Tensor, axis: Ranks, dim: int, *, size: int | None = None) -> Tensor:
+def shard(x: Tensor, axis: Ranks, dim: int, *, size: int | None = None, balanced: bool = False) -> Tensor:
     """R → S(dim): own part forward, `[…, size, …] → […, part, …]`; the gradient is padded with zeros."""
-    return _convert("shard", x, axis, dim, size=_whole(x, axis, dim, size))
+    return _convert("shard", x, axis, dim, size=_whole(x, axis, dim, size), balanced=balanced)
 
 
 def partial(x: Tensor, axis: Ranks) -> Tensor:
@@ -35,9 +39,9 @@ def partial(x: Tensor, axis: Ranks) -> Tensor:
     return _convert("partial", x, axis)
 
 
-def shard_invariant(x: Tensor, axis: Ranks, dim: int, *, size: int | None = None) -> Tensor:
+def shard_invariant(x: Tensor, axis: Ranks, dim: int, *, size: int | None = None, balanced: bool = False) -> Tensor:
     """I → S(dim): own part forward, `[…, size, …] → […, part, …]`; the gradient is gathered."""
-    return _convert("shard_invariant", x, axis, dim, size=_whole(x, axis, dim, size))
+    return _convert("shard_invariant", x, axis, dim, size=_whole(x, axis, dim, size), balanced=balanced)
 
 
 def partial_invariant(x: Tensor, axis: Ranks) -> Tensor:
@@ -46,29 +50,47 @@ def partial_invariant(x: Tensor, axis: Ranks) -> Tensor:
 
 
 def all_gather(
-    x: Tensor, axis: Ranks, dim: int, *, size: int | None = None, dtype: torch.dtype | None = None
+    x: Tensor,
+    axis: Ranks,
+    dim: int,
+    *,
+    size: int | None = None,
+    dtype: torch.dtype | None = None,
+    balanced: bool = False,
 ) -> Tensor:
     """S(dim) → R: `[…, part, …] → […, size, …]`; the gradient is reduce-scattered (in `dtype`)."""
-    return _convert("all_gather", x, axis, dim, size=size, dtype=dtype)
+    return _convert("all_gather", x, axis, dim, size=size, dtype=dtype, balanced=balanced)
 
 
-def all_gather_invariant(x: Tensor, axis: Ranks, dim: int, *, size: int | None = None) -> Tensor:
+def all_gather_invariant(
+    x: Tensor, axis: Ranks, dim: int, *, size: int | None = None, balanced: bool = False
+) -> Tensor:
     """S(dim) → I: `[…, part, …] → […, size, …]`; the gradient's own part, without communication."""
-    return _convert("all_gather_invariant", x, axis, dim, size=size)
+    return _convert("all_gather_invariant", x, axis, dim, size=size, balanced=balanced)
 
 
-def all_to_all(x: Tensor, axis: Ranks, source: int, target: int, *, size: int | None = None) -> Tensor:
+def all_to_all(
+    x: Tensor,
+    axis: Ranks,
+    source: int,
+    target: int,
+    *,
+    size: int | None = None,
+    balanced: bool = False,
+    balanced_target: bool = False,
+) -> Tensor:
     """S(source) → S(target), in both directions; `size` is the whole size of dim `source`.
 
     `[…, part of size, …, whole, …] → […, size, …, part of whole, …]`
     """
     other = x.shape[target] if x.shape[target] % axis.size else None
-    return _convert("all_to_all", x, axis, source, target=target, size=size, other=other)
+    orders = dict(balanced=balanced, balanced_target=balanced_target)
+    return _convert("all_to_all", x, axis, source, target=target, size=size, other=other, **orders)
 
 
-def pad(x: Tensor, axis: Ranks, dim: int, *, size: int | None = None) -> Tensor:
+def pad(x: Tensor, axis: Ranks, dim: int, *, size: int | None = None, balanced: bool = False) -> Tensor:
     """S(dim) → P: own part among zeros, `[…, part, …] → […, size, …]`; the gradient's own part."""
-    return _convert("pad", x, axis, dim, size=size)
+    return _convert("pad", x, axis, dim, size=size, balanced=balanced)
 
 
 def all_reduce(x: Tensor, axis: Ranks, op: str = "sum", *, dtype: torch.dtype | None = None) -> Tensor:
@@ -82,15 +104,21 @@ def all_reduce_invariant(x: Tensor, axis: Ranks, op: str = "sum", *, dtype: torc
 
 
 def reduce_scatter(
-    x: Tensor, axis: Ranks, dim: int, *, size: int | None = None, dtype: torch.dtype | None = None
+    x: Tensor,
+    axis: Ranks,
+    dim: int,
+    *,
+    size: int | None = None,
+    dtype: torch.dtype | None = None,
+    balanced: bool = False,
 ) -> Tensor:
     """P → S(dim): summed, own part kept, `[…, size, …] → […, part, …]`; the gradient is gathered."""
-    return _convert("reduce_scatter", x, axis, dim, size=_whole(x, axis, dim, size), dtype=dtype)
+    return _convert("reduce_scatter", x, axis, dim, size=_whole(x, axis, dim, size), dtype=dtype, balanced=balanced)
 
 
 @dataclass(frozen=True)
 class Along:
-    """What a primitive needs to know: the ranks, the dim (and `target`), its whole size where uneven, the dtype."""
+    """What a primitive needs to know: the ranks, the dim (and `target`), its whole size where uneven, dtype, orders."""
 
     group: str
     ranks: int
@@ -101,6 +129,8 @@ class Along:
     other: int | None
     op: str
     dtype: torch.dtype | None
+    balanced: bool = False
+    balanced_target: bool = False
 
     @property
     def axis(self) -> Ranks:
@@ -117,14 +147,18 @@ def _convert(
     size: int | None = None,
     other: int | None = None,
     dtype: torch.dtype | None = None,
+    balanced: bool = False,
+    balanced_target: bool = False,
 ) -> Tensor:
     if axis.size == 1:
         return x
     row = BY_NAME[name]
     dims = max(x.dim(), 1)
+    ranks = axis.group, axis.size, axis.index
+    orders = balanced, balanced_target
     return Convert.apply(
-        x, row.forward, row.backward, axis.group, axis.size, axis.index, dim % dims, target % dims, size, other, dtype
-    )
+        x, row.forward, row.backward, *ranks, dim % dims, target % dims, size, other, dtype, *orders
+    )  # fmt: skip
 
 
 def _reduce(name: str, x: Tensor, axis: Ranks, op: str, dtype: torch.dtype | None) -> Tensor:
@@ -168,16 +202,35 @@ class Convert(torch.autograd.Function):
         size: int | None,
         other: int | None,
         dtype: torch.dtype | None,
+        balanced: bool,
+        balanced_target: bool,
     ) -> Tensor:
         ctx.primitive = backward
-        dims = (target, dim, other, size) if backward == "all_to_all" else (dim, target, size, other)
-        ctx.along = (group, ranks, index, *dims, "sum", dtype)
-        return PRIMITIVES[forward](x, Along(group, ranks, index, dim, target, size, other, "sum", dtype))
+        dims, orders = (dim, target, size, other), (balanced, balanced_target)
+        if backward == "all_to_all":
+            ctx.along = (group, ranks, index, target, dim, other, size, "sum", dtype, balanced_target, balanced)
+        else:
+            ctx.along = (group, ranks, index, *dims, "sum", dtype, *orders)
+        return _perform(forward, x, Along(group, ranks, index, *dims, "sum", dtype, *orders))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return PRIMITIVES[ctx.primitive](gradient, Along(*ctx.along)), *(None,) * 10
+        return _perform(ctx.primitive, gradient, Along(*ctx.along)), *(None,) * 12
+
+
+def _perform(primitive: str, x: Tensor, along: Along) -> Tensor:
+    """A primitive. Its ranks hold a balanced dim head–tail: a whole is put in that order before it is cut, and back."""
+    if along.balanced and primitive == "chunk":
+        own = spans(x.shape[along.dim], along.axis)
+        return torch.cat([x.narrow(along.dim, start, stop - start) for start, stop in own], along.dim)
+    if along.balanced and primitive == "reduce_scatter":
+        x = dealt(x, along.dim, along.ranks)
+    if along.balanced_target and primitive == "all_to_all":
+        x = dealt(x, along.target, along.ranks)
+    y = PRIMITIVES[primitive](x, along)
+    back = along.balanced and primitive in ("all_gather", "all_to_all", "pad")
+    return natural(y, along.dim, along.ranks) if back else y
 
 
 def _identity(x: Tensor, along: Along) -> Tensor:

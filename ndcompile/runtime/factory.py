@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ndcompile.runtime.mesh import Ranks
+from ndcompile.runtime.sequence import positions
 
 
 def arange(
@@ -17,19 +18,18 @@ def arange(
     step: int | float = 1,
     axis: Ranks | None = None,
     *,
+    balanced: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """This rank's part of `torch.arange(start, end, step)`, without communication."""
+    """This rank's part (head–tail if `balanced`) of `torch.arange(start, end, step)`, without communication."""
     if axis is None or axis.size == 1:
         return torch.arange(start, end, step, device=device, dtype=dtype)
     size = max(0, math.ceil((end - start) / step))
-    first, length = axis.start(size), axis.part(size)
+    index = positions(size, axis, balanced=balanced, device=device)
     if all(isinstance(number, int) for number in (start, end, step)):
-        index = torch.arange(first, first + length, device=device)
         return (start + index * step).to(dtype or torch.int64)
-    index = torch.arange(first, first + length, device=device, dtype=torch.float64)
-    return (start + index * step).to(dtype or torch.get_default_dtype())
+    return (start + index.double() * step).to(dtype or torch.get_default_dtype())
 
 
 def literal(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

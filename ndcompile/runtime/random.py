@@ -5,13 +5,14 @@ The mixing is the finaliser of splitmix64 (Steele, Lea and Flood, 2014) in int64
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ndcompile.runtime.mesh import Ranks
+from ndcompile.runtime.sequence import positions
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -39,13 +40,15 @@ def uniform_bits(
     shards: Mapping[int, Ranks] | None = None,
     sizes: Mapping[int, int] | None = None,
     spans: Mapping[int, tuple[int, int]] | None = None,
+    balanced: Collection[int] = (),
 ) -> Tensor:
     """Uniform integers in [0, 2⁵³), int64 `[*shape]`, each a function of (key, site, its index in the global tensor).
 
     `shards` says over which ranks a dim is sharded: in equal parts, or those of a whole `sizes[dim]`. Of a dim that no
-    rank shards, `shape` may be the part that starts at `spans[dim][0]`, of a whole `spans[dim][1]`.
+    rank shards, `shape` may be the part that starts at `spans[dim][0]`, of a whole `spans[dim][1]`. The dims `balanced`
+    are sharded head–tail.
     """
-    index = _global_index(shape, shards or {}, sizes or {}, spans or {}, key)
+    index = _global_index(shape, shards or {}, sizes or {}, spans or {}, balanced, key)
     return _shift(_mix(fold(key, site) + (index + 1) * _GOLDEN), 64 - _BITS)
 
 
@@ -57,9 +60,10 @@ def keep_mask(
     shards: Mapping[int, Ranks] | None = None,
     sizes: Mapping[int, int] | None = None,
     spans: Mapping[int, tuple[int, int]] | None = None,
+    balanced: Collection[int] = (),
 ) -> Tensor:
     """Which elements dropout keeps, bool `[*shape]`: each with probability `1 − p`."""
-    return uniform_bits(shape, key, site, shards, sizes, spans) >= int(p * 2**_BITS)
+    return uniform_bits(shape, key, site, shards, sizes, spans, balanced) >= int(p * 2**_BITS)
 
 
 def dropout(
@@ -70,13 +74,14 @@ def dropout(
     shards: Mapping[int, Ranks] | None = None,
     sizes: Mapping[int, int] | None = None,
     spans: Mapping[int, tuple[int, int]] | None = None,
+    balanced: Collection[int] = (),
 ) -> Tensor:
     """`x` with elements dropped with probability `p` and the rest scaled by `1 / (1 − p)`; see `uniform_bits`."""
     if p == 0:
         return x
     if p == 1:
         return x * 0
-    keep = keep_mask(x.shape, p, key, site, shards, sizes, spans)
+    keep = keep_mask(x.shape, p, key, site, shards, sizes, spans, balanced)
     return torch.where(keep, x * (1 / (1 - p)), 0)
 
 
@@ -85,6 +90,7 @@ def _global_index(
     shards: Mapping[int, Ranks],
     sizes: Mapping[int, int],
     spans: Mapping[int, tuple[int, int]],
+    balanced: Collection[int],
     key: Tensor,
 ) -> Tensor:
     """The row-major index in the global tensor of each element of this rank's part.
@@ -95,11 +101,13 @@ def _global_index(
     for dim, length in enumerate(shape):
         start, whole = spans.get(dim, (0, length))
         axis = shards.get(dim)
-        if axis is not None and dim in sizes:
-            start, whole = axis.start(sizes[dim]), sizes[dim]
-        elif axis is not None:
-            start, whole = axis.index * length, axis.size * length
-        place = torch.arange(length, dtype=torch.int64, device=key.device) + start
+        if axis is not None:
+            whole = sizes.get(dim, axis.size * length)
+            start = axis.start(whole)
+        if axis is not None and dim in balanced:
+            place = positions(whole, axis, device=key.device)
+        else:
+            place = torch.arange(length, dtype=torch.int64, device=key.device) + start
         index = index.unsqueeze(-1) * whole + place
     return index
 

@@ -49,7 +49,9 @@ class Request:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        return self.op, self.group, tuple(self.value.shape), self.value.dtype, self.options
+        """What ranks must agree on. How many rows go to whom is each rank's own: `perform` looks at both ends."""
+        options = () if self.op == "all_to_all_single" else self.options
+        return self.op, self.group, tuple(self.value.shape), self.value.dtype, options
 
     def __str__(self) -> str:
         return f"{self.op}({self.group}) of {list(self.value.shape)}{self.line}"
@@ -209,6 +211,10 @@ def perform(domain: Domain, requests: Sequence[Request]) -> list[Tensor]:
         return list(domain.reduce(first.options[0], values).chunk(ranks))
     if first.op == "all_to_all_single":
         sent = [value.split(list(r.options[1])) for value, r in zip(values, requests, strict=True)]
+        for i, request in enumerate(requests):
+            coming, wanted = [len(parts[i]) for parts in sent], list(request.options[0])
+            if coming != wanted:
+                raise RanksDisagree(f"rank {i} of {request} waits for {wanted} rows, but {coming} are sent to it")
         return [torch.cat([parts[i] for parts in sent]) for i in range(ranks)]
     raise NotImplementedError(f"the collective {first.op}")
 
