@@ -158,3 +158,12 @@ def dispatched(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> It
 
     with Mode():
         yield
+
+
+@contextmanager
+def undispatched() -> Iterator[None]:
+    """Inside `dispatched`, let torch do the ops again."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield

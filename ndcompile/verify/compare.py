@@ -69,13 +69,24 @@ def compare(program: Program, right: Sequence[Step], found: Sequence[Sequence[St
     return comparison
 
 
+def results_differ(program: Program, right: Sequence[Any], found: Sequence[Any], rank: int, domain: Domain) -> bool:
+    """Whether a result of one microbatch is too far from what it must be on this rank."""
+    pairs = zip(found, _parts(program, right, rank), strict=True)
+    return any(not _distance(mine, whole, 1e-30, domain)[0] <= BAR[domain.exact] for mine, whole in pairs)
+
+
+def _parts(program: Program, results: Sequence[Any], rank: int) -> Iterator[Any]:
+    """What a rank holds of the results."""
+    for y, layout in zip(results, result_layouts(program), strict=True):
+        yield y if layout is None or not isinstance(y, Tensor) else part(y, layout.dims, program.mesh, rank)
+
+
 def _pairs(program: Program, right: Step, found: Step, rank: int) -> Iterator[tuple[str, Any, Any, float]]:
     """(what, the rank's tensor, what it must be, the least norm that a distance is measured by)."""
     assert right.norm is not None, "a step has a norm"
     mesh, dims = program.mesh, {name: plan.dims for name, plan in program.manifest.parameters.items()}
     for number, (theirs, mine) in enumerate(zip(right.results, found.results, strict=True)):
-        for i, (y, layout) in enumerate(zip(theirs, result_layouts(program), strict=True)):
-            whole = y if layout is None or not isinstance(y, Tensor) else part(y, layout.dims, mesh, rank)
+        for i, whole in enumerate(_parts(program, theirs, rank)):
             yield f"result {i} of microbatch {number}", mine[i], whole, 1e-30
     total = norm(right.norm)
     for name, gradient in right.gradients.items():

@@ -76,7 +76,13 @@ def on_one_device(program: Program, sample: Sample, domain: Domain) -> list[Step
         return run_one(domain, run)
 
 
-def on_ranks(program: Program, sample: Sample, domain: Domain, source: str | None = None) -> list[list[Step]]:
+Look = Callable[[int, int, Sequence[Any]], None]
+"""Is shown a rank, a microbatch's number and what the rank's first step gives for it, before anything goes back."""
+
+
+def on_ranks(
+    program: Program, sample: Sample, domain: Domain, source: str | None = None, look: Look | None = None
+) -> list[list[Step]]:
     """The emitted text (or another one) on every rank of the program's mesh."""
     mesh, layouts = program.mesh, result_layouts(program)
 
@@ -88,7 +94,13 @@ def on_ranks(program: Program, sample: Sample, domain: Domain, source: str | Non
         def forward(inputs: Sequence[Tensor]) -> Sequence[Any]:
             return forward_of(root, program, own, inputs, rank)
 
+        first_step = set(range(len(sample.batches)))
+
         def backward(found: Sequence[Any], number: int) -> None:
+            if look is not None and number in first_step:
+                first_step.remove(number)
+                with private.undispatched():
+                    look(rank, number, found)
             wholes = sample.drawn[number]
             pairs = [
                 (y, part(g, layout.dims, mesh, rank))

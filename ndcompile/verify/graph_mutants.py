@@ -20,19 +20,28 @@ CHECKED_AFTER = ("propagate_layouts", "insert_collectives")
 """The steps whose checks hold of the finished graph."""
 
 
+Change = Callable[[fx.Node], None]
+
+
 @dataclass(frozen=True)
 class GraphMutant:
-    """A graph that differs from the program's in one conversion."""
+    """A graph that differs from `right`, the program's, in one conversion: its node of that number."""
 
     operator: str
     place: str
-    graph: fx.GraphModule
+    right: fx.GraphModule
+    number: int
+    change: Change
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The graph, made anew."""
+        graph = copied(self.right)
+        self.change(list(graph.graph.nodes)[self.number])
+        return graph
 
     def __str__(self) -> str:
         return f"{self.operator}   {self.place}"
-
-
-Change = Callable[[fx.Node], None]
 
 
 def check_types(graph: fx.GraphModule, mesh: MeshSpec) -> None:
@@ -57,9 +66,7 @@ def graph_mutants(program: Program) -> Iterator[GraphMutant]:
         if "move" not in node.meta:
             continue
         for operator, change in _changes(node, program.mesh):
-            graph = copied(program.folded)
-            change(list(graph.graph.nodes)[number])
-            yield GraphMutant(operator, describe(node), graph)
+            yield GraphMutant(operator, describe(node), program.folded, number, change)
 
 
 def _changes(node: fx.Node, mesh: MeshSpec) -> Iterator[tuple[str, Change]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from rich.table import Table
@@ -13,17 +14,20 @@ from torch import nn
 from ndcompile.program import Program
 from ndcompile.verify import ATTEMPTS, FAILURES
 from ndcompile.verify.arithmetic import AsWritten, Domain, Field, NotInDomain, ZeroDenominator
-from ndcompile.verify.compare import compare
+from ndcompile.verify.compare import compare, results_differ
 from ndcompile.verify.execute import Step, on_one_device, on_ranks
 from ndcompile.verify.graph_mutants import GraphMutant, seen_by_types
 from ndcompile.verify.lockstep import NeverWaitedFor, RanksDisagree
 from ndcompile.verify.mutants import Mutant
 from ndcompile.verify.sample import Sample, draw
 
-VERDICTS = ("types", "does not run", "collectives", "field", "float64", "equivalent", "alive")
+SEEN = ("types", "does not run", "collectives", "field", "float64")
+UNSEEN = ("equivalent", "not said", "too long", "alive")
+VERDICTS = (*SEEN, *UNSEEN)
 """What saw a mutant, the first of these. `collectives`: the ranks' do not fit together, or are not waited for.
 `equivalent`: nothing saw it, and with more samples and on other seeds the difference is exactly 0 as well; `alive`:
-there it was not.
+there it was not. `not said`: nothing saw it, and the prime field has no meaning for an op of its program. `too long`: it
+was given up (by who runs many, not here).
 """
 
 
@@ -49,16 +53,30 @@ class Trial:
         raise NotInDomain(f"{ATTEMPTS} samples gave a zero denominator")
 
     def verdict(self, program: Program, source: str) -> str:
-        """What sees the text on this sample; empty if all is equal."""
+        """What sees the text on this sample; empty if all is equal, or an op has no meaning in this arithmetic.
+
+        It is run as far as the first result that is wrong.
+        """
+
+        def look(rank: int, number: int, found: Sequence[Any]) -> None:
+            if results_differ(program, self.right[0].results[number], found, rank, self.domain):
+                raise _Seen
+
         try:
-            found = on_ranks(program, self.sample, self.domain, source)
+            found = on_ranks(program, self.sample, self.domain, source, look)
         except (RanksDisagree, NeverWaitedFor):
             return "collectives"
-        except ZeroDenominator:
+        except (ZeroDenominator, _Seen):
             return self.domain.name
+        except NotInDomain:
+            return ""
         except FAILURES:
             return "does not run"
         return self.domain.name if compare(program, self.right, found, self.domain).differences else ""
+
+
+class _Seen(Exception):
+    """A result is wrong: the rest need not run."""
 
 
 @dataclass
@@ -72,35 +90,47 @@ class Judge:
     def __call__(self, mutant: Mutant | GraphMutant) -> str:
         if isinstance(mutant, GraphMutant):
             return "types" if seen_by_types(mutant, self.program.mesh) else "alive"
-        for stage in (self._quick, self._as_verify, self._float64):
-            for trial in stage():
-                seen = trial.verdict(self.program, mutant.source)
-                if seen:
-                    return {Field.name: "field", AsWritten.name: "float64"}.get(seen, seen)
-        beyond = [trial.verdict(self.program, mutant.source) for trial in self._beyond()]
-        return "alive" if any(beyond) else "equivalent"
+        seen = self._seen(mutant, "quick", "verify", "float64")
+        if seen or not self.exact:
+            return seen or "not said"
+        if not self._seen(mutant, "more samples"):
+            return "equivalent"
+        return self._seen(mutant, "more seeds") or "alive"
 
-    def _kept(self, name: str, make: Callable[[], list[Trial]]) -> list[Trial]:
+    @cached_property
+    def exact(self) -> bool:
+        """Whether the prime field has a meaning for all ops of the program."""
+        try:
+            return bool(self._of("quick"))
+        except NotInDomain:
+            return False
+
+    def _seen(self, mutant: Mutant, *names: str) -> str:
+        for name in names:
+            if self.exact or name == "float64":
+                for trial in self._of(name):
+                    if seen := trial.verdict(self.program, mutant.source):
+                        return {Field.name: "field", AsWritten.name: "float64"}.get(seen, seen)
+        return ""
+
+    def _of(self, name: str) -> list[Trial]:
+        """The samples of that name, which are drawn once."""
         if name not in self.trials:
-            self.trials[name] = make()
+            kind = AsWritten if name == "float64" else Field
+            self.trials[name] = [Trial.of(self.program, self.model, kind, **sizes) for sizes in SAMPLES[name]]
         return self.trials[name]
 
-    def _trial(self, kind: Callable[[int], Domain], seed: int, **sizes: int) -> Trial:
-        return Trial.of(self.program, self.model, kind, seed, **sizes)
 
-    def _quick(self) -> list[Trial]:
-        return self._kept("quick", lambda: [self._trial(Field, 0, microbatches=1, steps=1)])
-
-    def _as_verify(self) -> list[Trial]:
-        return self._kept("verify", lambda: [self._trial(Field, seed, microbatches=2, steps=2) for seed in (0, 1, 2)])
-
-    def _float64(self) -> list[Trial]:
-        return self._kept("float64", lambda: [self._trial(AsWritten, 0, microbatches=2, steps=2)])
-
-    def _beyond(self) -> list[Trial]:
-        return self._kept(
-            "beyond", lambda: [self._trial(Field, 10 + t, microbatches=1, steps=1, times=t) for t in (2, 3)]
-        )
+SAMPLES: dict[str, list[dict[str, int]]] = {
+    "quick": [dict(seed=0, microbatches=1, steps=1)],
+    "verify": [dict(seed=0, microbatches=2, steps=2)],
+    "float64": [dict(seed=0, microbatches=2, steps=2)],
+    "more samples": [dict(seed=10 + times, microbatches=1, steps=1, times=times) for times in (2, 3)],
+    "more seeds": [dict(seed=seed, microbatches=2, steps=2) for seed in (1, 2)],
+}
+"""What a mutant runs on, from the cheapest. `verify` and `more seeds` are what `nd.verify` runs; `more samples` only
+tells an equivalent from one that is alive.
+"""
 
 
 @dataclass
@@ -112,7 +142,7 @@ class Score:
 
     def add(self, mutant: Mutant | GraphMutant, verdict: str) -> None:
         self.counts.setdefault(mutant.operator, Counter())[verdict] += 1
-        if verdict in ("equivalent", "alive"):
+        if verdict in UNSEEN:
             self.unseen.append((mutant, verdict))
 
     @property
@@ -121,10 +151,9 @@ class Score:
 
     @property
     def score(self) -> float:
-        """The share of the mutants, but for equivalent ones, that verify sees."""
-        total = self.total
-        alive, other = total["alive"], sum(total.values()) - total["equivalent"]
-        return 1.0 if not other else 1 - alive / other
+        """The share that verify sees, of the mutants that are not equivalent and of which something can be said."""
+        seen, alive = (sum(self.total[v] for v in verdicts) for verdicts in (SEEN, ("too long", "alive")))
+        return seen / (seen + alive) if seen + alive else 1.0
 
     def table(self) -> Table:
         """For the terminal."""

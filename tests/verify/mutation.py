@@ -1,14 +1,31 @@
-"""Plant every bug in every program of the zoo; a log can be taken up where it was left.
+"""Plant bugs in every program of the equivalence matrix, and count what sees them; a log that a later run goes on with.
 
-python -m tests.verify.mutation mutants.jsonl            run what the log does not have yet, then show the score
-python -m tests.verify.mutation mutants.jsonl --show     show the score only
+    python -m tests.verify.mutation LOG                              all bugs that the log lacks, then the score
+    python -m tests.verify.mutation LOG --jobs 32 --seconds 480      32 processes of one thread, done after 480 seconds
+    python -m tests.verify.mutation LOG --every 4                    of each operator one site in four, and at least one
+    python -m tests.verify.mutation LOG --models mlp --meshes tp=2   some programs
+    python -m tests.verify.mutation LOG --show                       the score, and what the log has not got
+
+A program's bugs are planted in an order that is drawn by a fixed seed, first one site of each operator, then another:
+wherever time ends, no operator was left out. Exit status 1 if a bug is alive.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-from collections import Counter
+import multiprocessing
+import random
+import signal
+import sys
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,74 +33,216 @@ import torch
 from rich.console import Console
 
 import ndcompile as nd
-from ndcompile.verify.graph_mutants import graph_mutants
+from ndcompile.verify.graph_mutants import GraphMutant, graph_mutants
 from ndcompile.verify.mutants import Mutant, mutants
 from ndcompile.verify.score import Judge, Score
 from tests.equivalence.compare import Case, make
-from tests.equivalence.zoo import ALL
+from tests.equivalence.models import captured_once
+from tests.equivalence.registry import MODELS
 
-MESHES = ("tp=2", "dp_shard=2, tp=2", "tp=3", "dp_replicate=2, dp_shard=2", "dp_shard=2, tp=3")
+MESHES = ("tp=2", "dp_shard=2, tp=2", "dp_replicate=2, dp_shard=2", "dp_shard=3", "tp=3")
+"""Axes alone and together, of equal sizes, and sizes that nothing divides by; few models take all."""
+
+SEED = 0
+
+Planted = Mutant | GraphMutant
+Row = dict[str, Any]
+Key = tuple[Any, ...]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("log", type=Path)
     parser.add_argument("--show", action="store_true")
-    parser.add_argument("--models", nargs="*", default=list(ALL))
-    parser.add_argument("--meshes", nargs="*", default=list(MESHES))
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS, metavar="MODEL")
+    parser.add_argument("--meshes", nargs="*", default=list(MESHES), metavar="MESH")
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--each", type=float, default=30.0, help="seconds after which one bug is given up")
     given = parser.parse_args()
-    torch.set_num_threads(1)
     if not given.show:
-        for case in (Case(model, mesh) for model in given.models for mesh in given.meshes):
-            run(case, given.log)
-    show(given.log)
+        work = Work(given.log, tuple(given.meshes), given.every, given.each)
+        run(given.models, work, given.jobs, time.time() + given.seconds)
+    sys.exit(0 if show(given.log) else 1)
 
 
-def run(case: Case, log: Path) -> None:
-    """Judge the mutants of one program that the log lacks."""
+# ---- who does what, and until when ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done with each model: `every` and `each` are the options of the command."""
+
+    log: Path
+    meshes: tuple[str, ...]
+    every: int = 1
+    each: float = 30.0
+
+
+def run(models: Iterable[str], work: Work, jobs: int, end: float) -> None:
+    """Each model in one of `jobs` processes. Of the time that is left, a model gets its share when it begins."""
+    left = list(models)
+    done = {key(row) for row in rows(work.log)}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        running: set[Future[None]] = set()
+        while (left and time.time() < end) or running:
+            while left and len(running) < jobs and time.time() < end:
+                share = min(1.0, jobs / len(left)) * (end - time.time())
+                running.add(pool.submit(run_model, left.pop(0), work, done, time.time() + share))
+            finished, running = wait(running, return_when=FIRST_COMPLETED)
+            for each in finished:
+                each.result()
+
+
+def run_model(model: str, work: Work, done: set[Key], end: float) -> None:
+    """The bugs of one model on all meshes, on each for its share of the time; it is captured once."""
+    with captured_once():
+        for number, mesh in enumerate(work.meshes):
+            share = (end - time.time()) / (len(work.meshes) - number)
+            try:
+                run_program(Case(model, mesh), work, done, time.time() + share)
+            except Exception:
+                write(work.log, dict(model=model, mesh=mesh, failed=traceback.format_exc()))
+
+
+def run_program(case: Case, work: Work, done: set[Key], end: float) -> None:
+    """Judge the bugs of one program that are not done, as far as time goes."""
     made, batch = make(case)
+    program_row = dict(model=case.model, mesh=case.mesh)
     try:
         program = nd.compile(made, case.mesh, batch, float64=True)
     except nd.CompileError as error:
-        print(f"{case}: refused: {error.what}")
+        write(work.log, program_row | dict(refused=error.what))
         return
-    judge, done = Judge(program, made), {key(row) for row in rows(log)}
-    for number, wrong in enumerate(graph_mutants(program)):
-        row = dict(model=case.model, mesh=case.mesh, operator=wrong.operator, line=number, before=wrong.place, after="")
+    chosen = in_turn([*graph_mutants(program), *mutants(str(program), program.mesh)], f"{SEED} {case}", work.every)
+    write(work.log, program_row | dict(sites=Counter(mutant.operator for mutant in chosen)))
+    judge = Judge(program, made)
+    alarm = judge(Mutant("", 0, "", "", str(program)))
+    if alarm not in ("equivalent", "not said"):
+        write(work.log, program_row | dict(failed=f"the right program is told to be wrong: {alarm}"))
+        return
+    for mutant in chosen:
+        row = program_row | row_of(mutant)
+        if time.time() > end:
+            return
         if key(row) not in done:
-            write(log, row, judge(wrong))
-    for mutant in mutants(str(program), program.mesh):
-        row = dict(model=case.model, mesh=case.mesh, operator=mutant.operator, line=mutant.line, before=mutant.before)
-        row["after"] = mutant.after
-        if key(row) not in done:
-            write(log, row, judge(mutant))
+            begin = time.perf_counter()
+            verdict = judged(judge, mutant, work.each)
+            write(work.log, row | dict(verdict=verdict, seconds=round(time.perf_counter() - begin, 2)))
 
 
-def write(log: Path, row: dict[str, Any], verdict: str) -> None:
+def in_turn(planted: Iterable[Planted], seed: str, every: int = 1) -> list[Planted]:
+    """One site of each operator, then another of each; of every operator one in `every`, and at least one."""
+    by_operator: defaultdict[str, list[Planted]] = defaultdict(list)
+    for mutant in planted:
+        by_operator[mutant.operator].append(mutant)
+    draw = random.Random(seed)
+    drawn = [draw.sample(found, -(-len(found) // every)) for found in by_operator.values()]
+    return [mutant for turn in itertools.zip_longest(*drawn) for mutant in turn if mutant is not None]
+
+
+def judged(judge: Judge, mutant: Planted, seconds: float) -> str:
+    try:
+        with limit(seconds):
+            return judge(mutant)
+    except TooLong:
+        return "too long"
+
+
+class TooLong(Exception):
+    """A bug keeps its program from ending."""
+
+
+@contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """Raise `TooLong` in the main thread after so many seconds."""
+
+    def give_up(*_: Any) -> None:
+        raise TooLong
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+# ---- the log -------------------------------------------------------------------------------------------------------
+
+
+def row_of(mutant: Planted) -> Row:
+    if isinstance(mutant, GraphMutant):
+        return dict(operator=mutant.operator, line=mutant.number, before=mutant.place, after="")
+    return dict(operator=mutant.operator, line=mutant.line, before=mutant.before, after=mutant.after)
+
+
+def write(log: Path, row: Row) -> None:
     with log.open("a") as file:
-        file.write(json.dumps(row | dict(verdict=verdict)) + "\n")
+        file.write(json.dumps(row) + "\n")
 
 
-def rows(log: Path) -> list[dict[str, Any]]:
+def rows(log: Path) -> list[Row]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[k] for k in ("model", "mesh", "operator", "line", "before", "after"))
+def key(row: Row) -> Key:
+    return tuple(row.get(k) for k in ("model", "mesh", "operator", "line", "before", "after"))
 
 
-def show(log: Path) -> None:
-    """The table of all, the score of each program, and what was not seen."""
-    found, programs = Score(), Counter[str]()
-    for row in rows(log):
-        mutant = Mutant(row["operator"], row["line"], row["before"], row["after"], "")
-        found.add(mutant, row["verdict"])
-        programs[f"{row['model']} on {row['mesh']}"] += 1
-    console = Console(width=140)
+def show(log: Path, console: Console | None = None) -> bool:
+    """The table of all, what was not seen, and what is not done; whether no bug is alive and nothing failed."""
+    console = console or Console(width=150)
+    found, programs = Score(), Programs()
+    for row in {key(row): row for row in rows(log)}.values():
+        if "verdict" in row:
+            found.add(Mutant(row["operator"], row["line"], row["before"], row["after"], ""), row["verdict"])
+        programs.add(row)
     console.print(found.table())
-    console.print(f"{len(programs)} programs")
+    console.print("\n".join(programs.lines()), markup=False, highlight=False)
     for unseen, verdict in found.unseen:
-        console.print(f"{verdict}: {unseen}", markup=False)
+        if verdict != "equivalent":
+            console.print(f"{verdict}: {unseen}", markup=False, highlight=False)
+    return found.score == 1.0 and not programs.failed
+
+
+class Programs:
+    """How much of each program the log has."""
+
+    def __init__(self) -> None:
+        self.sites: dict[Key, Counter[str]] = {}
+        self.judged: defaultdict[Key, Counter[str]] = defaultdict(Counter)
+        self.refused: dict[Key, str] = {}
+        self.failed: dict[Key, str] = {}
+        self.seconds = 0.0
+
+    def add(self, row: Row) -> None:
+        program = row["model"], row["mesh"]
+        if "sites" in row:
+            self.sites[program] = Counter(row["sites"])
+        elif "verdict" in row:
+            self.judged[program][row["operator"]] += 1
+            self.seconds += row.get("seconds", 0.0)
+        elif "refused" in row:
+            self.refused[program] = row["refused"]
+        elif "failed" in row:
+            self.failed[program] = row["failed"]
+
+    def lines(self) -> list[str]:
+        meshes = Counter(model for model, _ in self.judged)
+        sites, done = (sum(sum(c.values()) for c in counts.values()) for counts in (self.sites, self.judged))
+        pairs = [(program, operator) for program, found in self.sites.items() for operator in found]
+        missing = [(p, operator) for p, operator in pairs if not self.judged[p][operator]]
+        least = min(meshes.values(), default=0)
+        return [
+            f"{len(meshes)} models on {least} to {max(meshes.values(), default=0)} meshes each, "
+            f"{sum(meshes.values())} programs; {len(self.refused)} do not compile",
+            f"{done} of {sites} sites; of {len(pairs)} operators in programs {len(missing)} have no site that was judged",
+            f"{self.seconds:.0f} CPU seconds, {self.seconds / max(1, done):.2f} a bug",
+            *(f"failed: {model} on {mesh}: {text.strip().splitlines()[-1]}" for (model, mesh), text in self.failed.items()),
+        ]
 
 
 if __name__ == "__main__":
