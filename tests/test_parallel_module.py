@@ -341,6 +341,12 @@ def broadcast_takes_the_values_of_rank_0() -> None:
     assert_same_parameters(parallel, Stack().double())
 
 
+def gloos_ranks_stay_on_the_cpu_beside_gpus() -> None:
+    with patch("torch.cuda.is_available", return_value=True), patch("torch.cuda.current_device", return_value=0):
+        parallel, _ = parallel_stack("dp_shard=2")
+    assert {whole(p).device.type for p in parallel.parameters()} == {"cpu"}
+
+
 def a_device_mesh_is_a_mesh() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = stack()
@@ -553,6 +559,7 @@ ON_TWO: Claims = (
     frozen_and_unused_parameters_have_no_gradient_on_dp_shard,
     a_meta_model_is_sharded_from_the_start,
     broadcast_takes_the_values_of_rank_0,
+    gloos_ranks_stay_on_the_cpu_beside_gpus,
     a_device_mesh_is_a_mesh,
     a_device_mesh_may_have_axes_of_size_one,
     a_device_mesh_may_have_names_of_other_libraries,

@@ -169,9 +169,12 @@ def from_itself(name: str) -> float | None:
 
 
 def describe(row: Row, name: str) -> None:
-    """What tp leaves whole, and how attention is masked, on two ranks."""
-    model, batch = make(Case(name, ""))
-    program = nd.compile(model, "tp=2", batch, float64=True)
+    """How attention is masked, and what tp leaves whole on two ranks, if they fit."""
+    row.masks = sorted(masks(_compiled(name, "")))
+    try:
+        program = _compiled(name, "tp=2")
+    except nd.CompileError:
+        return
     whole = [n for n, p in program.parameters.items() if p.layout.on("tp").whole]
     for parameter in whole:
         names = row.whole.setdefault(_reason(program, parameter), [])
@@ -180,7 +183,11 @@ def describe(row: Row, name: str) -> None:
             names.append(pattern)
     nbytes = {n: p.local_bytes(program.mesh) for n, p in program.parameters.items()}
     row.share = round(sum(nbytes[n] for n in whole) / sum(nbytes.values()), 4)
-    row.masks = sorted(masks(program))
+
+
+def _compiled(name: str, mesh: str) -> Program:
+    model, batch = make(Case(name, mesh))
+    return nd.compile(model, mesh, batch, float64=True)
 
 
 def _reason(program: Program, parameter: str) -> str:
