@@ -106,7 +106,8 @@ def _input(node: fx.Node, sizes: Mapping[str, int], limit: tuple[int, int | None
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     high, ignored = limit
-    ids = torch.randint(0, high, shape, generator=generator, dtype=dtype)
+    low = int(not shape and high > 1)  # one number is a count, by which a model may divide
+    ids = torch.randint(low, high, shape, generator=generator, dtype=dtype)
     if ignored is not None:
         for number, labels in enumerate(ids.flatten(1) if ids.dim() > 1 else ids.unsqueeze(1)):
             labels[_masked(number, len(labels), generator)] = ignored
@@ -144,7 +145,8 @@ def _buffer(name: str, node: fx.Node, domain: Domain, model: nn.Module | None) -
 def number_range(graph: fx.GraphModule, node: fx.Node) -> tuple[int, int | None]:
     """Below which number an integer input must be, and the number that means "ignore", from what uses it.
 
-    A use as ids of a table bounds it by the table's rows, one as targets by the classes; otherwise it is 0 or 1.
+    A use as ids of a table bounds it by the table's rows, one as targets by the classes; otherwise it is 0 or 1, and
+    one number by itself from 1 to 9.
     """
     bounds: list[int] = []
     ignored: int | None = None
@@ -161,7 +163,7 @@ def number_range(graph: fx.GraphModule, node: fx.Node) -> tuple[int, int | None]
             elif user not in seen and "dtype" in user.meta and name.split(".")[-2:-1] and _keeps(name):
                 seen.add(user)
                 front.append(user)
-    return min(bounds, default=2), ignored
+    return min(bounds, default=2 if node.meta["sizes"] else 10), ignored
 
 
 def _keeps(name: str) -> bool:
