@@ -104,7 +104,8 @@ class Float64(Domain):
     def distance(self, a: Tensor, b: Tensor, least: float) -> float:
         if a.shape != b.shape:
             return math.inf
-        far = float((a.double() - b.double()).norm()) / max(float(b.double().norm()), least)
+        a, b = a.detach().double(), b.detach().double()
+        far = float((a - b).norm()) / max(float(b.norm()), least)
         return far if far == far else math.inf
 
 
