@@ -356,8 +356,7 @@ def verify_on_ranks(
     `delays` the number of runs with random delays. The report is the same on every rank.
     """
     bind.join_world()
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    job = Job.of(model, example_inputs, precision, steps, device)
+    job = Job.of(model, example_inputs, precision, steps, bind.own_device())
     program = together(lambda: job.compiled(mesh))
     ranks = OnRanks(job, program)
     right = References.of(job, program)
