@@ -20,7 +20,7 @@ from ndcompile.demo.train import PRECISIONS, Settings
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshError
 from ndcompile.models import in_float64, load_model
-from ndcompile.tables import collectives_table, parameters_table, print_source
+from ndcompile.tables import collectives_table, duties_table, parameters_table, print_source
 from ndcompile.verify.graph_mutants import GraphMutant, graph_mutants
 from ndcompile.verify.mutants import Mutant, mutants
 from ndcompile.verify.score import Judge, Score
@@ -66,12 +66,15 @@ def inspect(
     source: Annotated[bool, typer.Option(help="Print the emitted source.")] = True,
     out: Annotated[Path | None, typer.Option(help="Also write the emitted source to this file.")] = None,
 ) -> None:
-    """Show what a model becomes on a mesh, without running it: collectives, parameters on a rank, source."""
+    """Show what a model becomes on a mesh, without running it: collectives, parameters on a rank, who reduces which
+    gradient, source.
+    """
     with user_errors():
         made, example_inputs = load_model(model)
         program = nd.compile(made, mesh, example_inputs)
     console.print(collectives_table(program))
     console.print(parameters_table(program))
+    console.print(duties_table(program))
     for mask in program.dense_masks():
         console.print(f"{mask}   {mask.source}", markup=False)
     if source:

@@ -11,6 +11,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from ndcompile.cost import NOMINAL
+from ndcompile.duties import Duties
 from ndcompile.listing import Collective
 from ndcompile.program import Program
 
@@ -30,13 +31,22 @@ def collectives_table(program: Program) -> Table:
         table.add_column(name)
     table.add_column("forward", justify="right")
     table.add_column("backward", justify="right")
-    for blocks, counts in grouped(program.collectives()):
-        title = block_title(blocks)
-        for (axis, kind), sides in sorted(counts.items()):
-            table.add_row(title, axis, kind, *(_amount(sides.get(side)) for side in ("forward", "backward")))
-            title = ""
+    for rows in collectives_rows(program):
+        for row in rows:
+            table.add_row(*row)
         table.add_section()
     return table
+
+
+def collectives_rows(program: Program) -> list[list[tuple[str, ...]]]:
+    """The rows of that table, blocks apart: the first of each names its blocks."""
+    return [
+        [
+            ("" if number else block_title(blocks), axis, kind, _amount(sides.get("forward")), _amount(sides.get("backward")))
+            for number, ((axis, kind), sides) in enumerate(sorted(counts.items()))
+        ]
+        for blocks, counts in grouped(program.collectives())
+    ]
 
 
 def axis_table(collectives: Iterable[Collective]) -> Table:
@@ -85,6 +95,16 @@ def parameters_table(program: Program) -> Table:
     table.add_column("bytes", f"{total:,}", justify="right")
     for layout, found in sorted(sizes.items()):
         table.add_row(layout, str(len(found)), amount(sum(found)), f"{sum(found):,}")
+    return table
+
+
+def duties_table(program: Program) -> Table:
+    """Who reduces which gradient, in which dtype, and how many bytes of it; equal blocks are one row."""
+    table = Table(title="who reduces which gradient", caption="bytes are what a rank gives to each reduction")
+    for name in Duties.HEAD:
+        table.add_column(name, justify="right" if name in ("bytes", "uses") else "left")
+    for row in program.duties().rows():
+        table.add_row(*row)
     return table
 
 
