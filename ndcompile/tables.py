@@ -40,13 +40,14 @@ def collectives_table(program: Program) -> Table:
 
 def collectives_rows(program: Program) -> list[list[tuple[str, ...]]]:
     """The rows of that table, blocks apart: the first of each names its blocks."""
-    return [
-        [
-            ("" if number else block_title(blocks), axis, kind, _amount(sides.get("forward")), _amount(sides.get("backward")))
-            for number, ((axis, kind), sides) in enumerate(sorted(counts.items()))
-        ]
-        for blocks, counts in grouped(program.collectives())
-    ]
+    found = []
+    for blocks, counts in grouped(program.collectives()):
+        rows, title = [], block_title(blocks)
+        for (axis, kind), sides in sorted(counts.items()):
+            rows.append((title, axis, kind, _amount(sides.get("forward")), _amount(sides.get("backward"))))
+            title = ""
+        found.append(rows)
+    return found
 
 
 def axis_table(collectives: Iterable[Collective]) -> Table:

@@ -248,9 +248,9 @@ class Programs:
         return [
             f"{len(meshes)} models on {least} to {max(meshes.values(), default=0)} meshes each, "
             f"{sum(meshes.values())} programs; {len(self.refused)} do not compile",
-            f"{done} of {sites} sites; of {len(pairs)} operators in programs {len(missing)} have no site that was judged",
+            f"{done} of {sites} sites; of {len(pairs)} operators in programs {len(missing)} have none that was judged",
             f"{self.seconds:.0f} CPU seconds, {self.seconds / max(1, done):.2f} a bug",
-            *(f"failed: {model} on {mesh}: {text.strip().splitlines()[-1]}" for (model, mesh), text in self.failed.items()),
+            *(f"failed: {' on '.join(case)}: {text.strip().splitlines()[-1]}" for case, text in self.failed.items()),
         ]
 
 
