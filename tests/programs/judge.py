@@ -27,8 +27,9 @@ BAR = 1e-9
 
 @dataclass(frozen=True)
 class Verdict:
-    """`kind` is one of `GOOD`, or `invalid` (the model runs on no device), `wrong`, `reference` (the reference graph
-    is not the model), `crash` (an error that is no refusal), `checker` (verify itself fails)."""
+    """`kind` is one of `GOOD`, or `invalid` (the model runs on no device), `wrong`, `rounding` (equal in the field, not
+    in float64: to be looked at), `reference` (the reference graph is not the model), `crash` (an error that is no
+    refusal), `checker` (verify itself fails)."""
 
     kind: str
     detail: str = ""
@@ -64,13 +65,14 @@ def _judged(sketch: Sketch) -> tuple[str, str]:
         report = nd.verify(program, model, seeds=1, microbatches=1)
     except Exception:
         return "checker", traceback.format_exc(limit=-4)
+    said = {claim.kind: claim.held for claim in report.claims}
     if not report.equal:
-        return "wrong", f"{report}"
+        rounding = said["equal over F_p"] and said["tested (float64)"] is False
+        return "rounding" if rounding else "wrong", "\n".join([*report.differences[:1], f"{report}"])
     if not program.manifest.random:
         far = _far(expected, run_alone(program.one_device(model), model, sketch))
         if not far <= BAR:
             return "reference", f"the reference graph is {far:.1e} away from the model"
-    said = {claim.kind: claim.held for claim in report.claims}
     return ("equal", "") if said["equal over F_p"] else ("tested", report.claims[1].evidence[0])
 
 
