@@ -43,11 +43,10 @@ COLUMNS = (("up.weight", nd.S(0)), ("up", nd.S(1)))
 
 
 def test_a_view_of_columns_is_a_view_of_the_whole() -> None:
-    """They are gathered first: to look at each rank's part in other rows gives other rows."""
+    """They are exchanged for rows first: to look at each rank's columns in other rows gives other rows."""
     found = situation(to_16_rows, x, "tp=4", pins=COLUMNS)
     found.assert_equal()
-    right = found.line("up = all_gather_invariant(up, tp, dim=1)")
-    assert found.seen_by(right, "up = all_gather_invariant(up.reshape(4, 6), tp, dim=0)") == "field"
+    assert found.seen_by(found.line("up = all_to_all(up, tp"), "up = up") == "field"
 
 
 def test_uneven_columns_can_be_flattened() -> None:
