@@ -79,7 +79,8 @@ DEFAULTS: tuple[Any, ...] = ([], [0, 0], False, True, None)
 
 def _summing(window: Sequence[Any]) -> tuple[Any, ...]:
     """An average pool's window, for the sum of what it holds: divided by one."""
-    return (*window, *DEFAULTS[len(window) - 1 : -1], 1)
+    whole = (*window, *DEFAULTS[len(window) - 1 :])
+    return (*whole[:5], 1)
 
 
 def _shares(d: Field, x: Tensor, window: Sequence[Any]) -> Tensor:
