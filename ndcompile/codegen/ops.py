@@ -79,7 +79,7 @@ class Writer:
             if "of" in value.meta:
                 of, dims = value.meta["of"]
                 less = f" - {value.meta['less']}" if value.meta.get("less") else ""
-                return f"({' * '.join(self.sizes.whole(of, dim) for dim in dims)}{less})"
+                return f"({' * '.join(_factor(self.sizes.whole(of, dim)) for dim in dims)}{less})"
             if "size" in value.meta:
                 text = self.sizes.expression(value.meta["size"])
                 return text if text.isidentifier() else f"({text})"
@@ -108,6 +108,11 @@ class Writer:
 
     def local_shape(self, node: fx.Node) -> list[str]:
         return [self.sizes.local(node, dim) for dim in range(len(node.meta["shape"]))]
+
+
+def _factor(size: str) -> str:
+    """A size as one factor of a product."""
+    return f"({size})" if " + " in size or " - " in size else size
 
 
 def _reshape(w: Writer, node: fx.Node) -> str:
