@@ -12,6 +12,7 @@ import time
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from ndcompile import checks, pipeline
@@ -45,21 +46,23 @@ def verify(
     seeds: int = 3,
     microbatches: int = 2,
     source: str | None = None,
+    device: torch.device | str = "cpu",
 ) -> Report:
     """Check that the emitted text computes what the reference graph computes: results, every gradient on every rank,
     the gradient norm, and the parameters after two clipped steps of AdamW over `microbatches` each.
 
     Needs no process group and no GPU. `model` is needed where it has integer buffers. `source` is another text to run
     in place of the program's. A large program runs at small sizes on a small mesh, with its own text (`shrink`).
+    All ranks run on `device`, the CPU or one GPU.
     """
     types = _types(program)
     exact, float64 = _Layer(), _Layer()
     cases = _cases(program, model)
     for seed in range(seeds):
         if exact.held is not False:
-            _run(cases[seed % len(cases)], model, Field, seed, microbatches, source, exact)
+            _run(cases[seed % len(cases)], model, Field, seed, microbatches, source, exact, device)
     float64.located = bool(exact.differences)
-    _run(cases[0], model, Float64, 0, microbatches, source, float64)
+    _run(cases[0], model, Float64, 0, microbatches, source, float64, device)
     worst = exact if exact.held is False else float64
     return Report(
         f"{program.manifest.model} on {program.mesh}",
@@ -149,12 +152,12 @@ class _Layer:
 
 def _run(
     program: Program, model: nn.Module | None, kind: type[Domain], seed: int, microbatches: int, source: str | None,
-    layer: _Layer,
+    layer: _Layer, device: torch.device | str = "cpu",
 ) -> None:  # fmt: skip
     """One sample through the reference and the ranks; another one where chance brings a zero denominator."""
     begin = time.perf_counter()
     for attempt in range(ATTEMPTS):
-        domain = kind(seed + 1000 * attempt)
+        domain = kind(seed + 1000 * attempt, device)
         sample = draw(program, domain, model, microbatches)
         try:
             _compare(program, sample, domain, source, layer)
