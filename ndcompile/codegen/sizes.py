@@ -154,10 +154,10 @@ class SizeNames:
         for node in graph.graph.nodes:
             for value, dim, text in self._products(node):
                 equal.add((str(dims[value.name][dim]), text))
-            for dim, written in enumerate(dims.get(node.name, ())):
+            for dim, name in enumerate(dims.get(node.name, ())):
                 also = self.names.get(self.root((node.name, dim)))
-                if written is not None and also is not None:
-                    equal.add((also, written))
+                if name is not None and also is not None:
+                    equal.add((also, name))
             equal |= set(self._sums(node, dims))
         least = [found for node in graph.graph.nodes for found in self._reached(node)]
         return SizeFacts(dict(self.table), dims, sorted(pair for pair in equal if pair[0] != pair[1]), least)

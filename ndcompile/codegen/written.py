@@ -18,15 +18,18 @@ OPERATORS = {
 FUNCTIONS = {"Max": "max", "Min": "min", "ToFloat": "float", "TruncToInt": "int"}
 
 
+def _operand(part: Any, text: str) -> str:
+    plain = part.is_Symbol or (part.is_Integer and part >= 0)
+    return text if plain else f"({text})"
+
+
 class _Python(StrPrinter):  # type: ignore[misc]
     """Sympy's own text, and Python's for what the tracer makes of sizes; what has none is an error, not a name."""
 
     def _print_Function(self, expression: Any) -> str:
         kind, parts = type(expression).__name__, [self._print(part) for part in expression.args]
         if kind in OPERATORS:
-            plain = [p if part.is_Symbol or part.is_Integer and part >= 0 else f"({p})"
-                     for p, part in zip(parts, expression.args, strict=True)]  # fmt: skip
-            return f"({f' {OPERATORS[kind]} '.join(plain)})"
+            return f"({f' {OPERATORS[kind]} '.join(map(_operand, expression.args, parts))})"
         if kind in FUNCTIONS:
             return f"{FUNCTIONS[kind]}({', '.join(parts)})"
         raise CompileError(
