@@ -26,7 +26,7 @@ Counts = dict[Row, dict[str, tuple[int, int]]]
 
 def collectives_table(program: Program) -> Table:
     """One row for each axis and kind of collective in a block; blocks with equal rows are one, with their number."""
-    table = Table(title=f"collectives on {program.mesh}", caption=f"bytes are of whole values, at {_sizes()}")
+    table = Table(title=f"collectives on {program.mesh}", caption=f"bytes are of whole values, at {nominal_sizes()}")
     for name in ("block", "axis", "collective"):
         table.add_column(name)
     table.add_column("forward", justify="right")
@@ -135,7 +135,8 @@ def amount(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def _sizes() -> str:
+def nominal_sizes() -> str:
+    """At which sizes bytes are told."""
     return ", ".join(f"{name} = {size}" for name, size in NOMINAL.items())
 
 

@@ -165,7 +165,8 @@ def test_wheel_holds_the_tree(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (wheel,) = copy.glob("wheel/*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    expected = {wheel_name(path) for path in MODULES.values()} | {"ndcompile/py.typed"}
+    data = {"ndcompile/py.typed", "ndcompile/verify/report.html"}
+    expected = {wheel_name(path) for path in MODULES.values()} | data
     assert names == expected
 
 
