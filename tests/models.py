@@ -76,3 +76,8 @@ def llama(vocabulary: int = 131, layers: int = 2, heads: int = 4) -> nn.Module:
     model = LlamaForCausalLM(config)
     assert isinstance(model, nn.Module)
     return model
+
+
+def stack_and_tokens() -> tuple[nn.Module, dict[str, Tensor]]:
+    """For commands that name a model by the function that makes it."""
+    return seeded(Stack), tokens()

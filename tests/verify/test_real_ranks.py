@@ -1,0 +1,214 @@
+"""Real ranks: a right program passes every layer, and each layer sees a bug that is planted for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ndcompile as nd
+from ndcompile.placement import BY_NAME
+from ndcompile.runtime import collectives, flat, private
+from ndcompile.verify.payloads import payloads
+from ndcompile.verify.real_ranks import Job, OnRanks, References, claims_of, report, verify_on_ranks
+from ndcompile.verify.report import Claim
+from tests import ranks
+from tests.equivalence.zoo import ALL
+
+
+@contextmanager
+def patched(where: Any, name: str, value: Any) -> Iterator[None]:
+    if isinstance(where, dict):
+        before, where[name] = where[name], value
+    else:
+        before = getattr(where, name)
+        setattr(where, name, value)
+    try:
+        yield
+    finally:
+        if isinstance(where, dict):
+            where[name] = before
+        else:
+            setattr(where, name, before)
+
+
+gather, reduce, scatter = (collectives.PRIMITIVES[n] for n in ("all_gather", "all_reduce", "reduce_scatter"))
+
+
+def turned(x: Tensor, along: Any) -> Tensor:
+    """A gather in another order of ranks."""
+    return gather(x, along).roll(x.shape[along.dim], along.dim)
+
+
+def turned_weights(flat_buffer: Tensor, parts: Any, axis: Any, wholes: Sequence[Tensor]) -> None:
+    split_gathered(flat_buffer.view(axis.size, -1).roll(1, 0).flatten(), parts, axis, wholes)
+
+
+split_gathered = flat.split_gathered
+
+
+def unwaited(x: Tensor, along: Any) -> Tensor:
+    return private.start_all_reduce(x.contiguous(), along.op, along.group).view_as(x)
+
+
+def in_half(primitive: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Cast down before a reduction."""
+    return lambda x, along: primitive(x.bfloat16(), along).to(x.dtype)
+
+
+def on_two_ranks() -> dict[str, list[tuple[str, bool | None, str]]]:
+    """What each layer says of a right program, and of one with a bug: by bug, (kind, held, the first evidence)."""
+    torch.set_num_threads(1)
+    model, batch = ALL["gpt"](8)
+    found: dict[str, list[Claim]] = {}
+    job = Job.of(model, batch, "float32", 2, torch.device("cpu"))
+    program = job.compiled("tp=2")
+    here, right = OnRanks(job, program), References.of(job, program)
+    found["right"] = [here.payloads(), *claims_of(here, right, "eager", 1)]
+    with patched(collectives.PRIMITIVES, "all_gather", turned):
+        found["another order"] = [here.payloads(), here.trained(right, "eager")]
+    with patched(collectives.PRIMITIVES, "all_reduce", unwaited):
+        found["no wait"] = [here.delays(right, 1, "eager")]
+    with (
+        patched(collectives.PRIMITIVES, "all_reduce", in_half(reduce)),
+        patched(collectives.PRIMITIVES, "reduce_scatter", in_half(scatter)),
+    ):
+        found["cast down"] = [here.trained(right, "eager")]
+    line = 'mlp_norm_bias=weight("mlp_norm.bias", reduce=("tp",))'
+    assert line in str(program), program
+    wrong = replace(program, source=str(program).replace(line, 'mlp_norm_bias=weight("mlp_norm.bias")'))
+    found["not reduced"] = [OnRanks(job, wrong).trained(right, "eager")]
+    sharded = OnRanks(job, job.compiled("dp_shard=2"))
+    with patched(flat, "split_gathered", turned_weights):
+        found["weights in another order"] = [sharded.payloads()]
+    found["weights"] = [sharded.payloads()]
+    assert report(here, found["right"]) and not report(here, found["no wait"])
+    return {bug: [(c.kind, c.held, c.evidence[0]) for c in claims] for bug, claims in found.items()}
+
+
+def test_a_right_program_passes_and_each_layer_sees_its_bug() -> None:
+    found, other = ranks.run(2, on_two_ranks, timeout=120)
+    held = {bug: [h for _, h, _ in claims] for bug, claims in found.items()}
+    assert held == {
+        "right": [True, True, True], "another order": [False, False], "no wait": [False], "cast down": [False],
+        "not reduced": [False], "weights in another order": [False], "weights": [True],
+    }, found  # fmt: skip
+    assert {bug: [h for _, h, _ in claims] for bug, claims in other.items()} == held, "all ranks say the same"
+    kinds = [kind for kind, _, _ in found["right"]]
+    assert kinds == [
+        "tested (real ranks, integers)", "tested (real ranks, float32, eager)",
+        "tested (real ranks, float32, eager, delays)",
+    ]  # fmt: skip
+    assert "mlp_norm.bias" in found["not reduced"][0][2]
+    assert found["right"][2][2].endswith("the same bits as without")
+
+
+def in_bfloat16_compiled() -> str:
+    torch.set_num_threads(1)
+    model, batch = ALL["gpt with dropout"](8)
+    return str(verify_on_ranks(model, "dp_shard=2", batch, modes=["eager", "compiled"], delays=1, backend="aot_eager"))
+
+
+def test_bfloat16_eager_and_compiled_with_dropout() -> None:
+    text, _ = ranks.run(2, in_bfloat16_compiled, timeout=120)
+    first, *rows = text.splitlines()
+    assert first == "ByteGPT on dp_shard=2: equal to one device"
+    assert sum("tested (real ranks, bf16, compiled" in row for row in rows) == 2, text
+    assert "F_p" not in text and "proved" not in text, "those are other claims"
+
+
+def test_every_kind_of_conversion_is_drawn_from_programs() -> None:
+    """Of the conversions of some programs, with uneven dims among them."""
+    found = []
+    for name, mesh in (("gpt", "tp=2"), ("gpt", "tp=4"), ("fused attention", "tp=3"), ("llama", "dp_shard=2, tp=2")):
+        model, batch = ALL[name](12)
+        found += payloads(nd.compile(model, mesh, batch), {"b": 12, "s": 12})
+    assert len(set(found)) > 20
+    assert (
+        {"all_gather", "reduce_scatter", "all_reduce_invariant", "replicate"} <= {p.name for p in found} <= set(BY_NAME)
+    )
+    assert any(dict(p.options).get("size") for p in found), "an uneven one"
+
+
+def start(folder: Path, *arguments: str) -> tuple[list[int], str, str]:
+    """Two processes of `python -m ndcompile.verify`, as torchrun starts them: how they end, and what they print."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    shared = {
+        "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path),
+        "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "ndcompile.verify", *arguments], cwd=folder, text=True,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    told = [process.communicate(timeout=120) for process in processes]
+    return [p.returncode for p in processes], "".join(out for out, _ in told), "".join(errors for _, errors in told)
+
+
+MODELS = """
+import os
+import torch
+from torch import nn
+
+def mlp():
+    return nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12)), torch.ones(4, 12)
+
+def broken():
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("no memory left, say")
+    return mlp()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my_models.py").write_text(MODELS)
+    return tmp_path
+
+
+def test_the_command_ends_with_0_and_writes_a_line(folder: Path) -> None:
+    statuses, out, errors = start(
+        folder, "my_models:mlp", "--mesh", "tp=2", "--precision", "float32", "--json", "r.jsonl"
+    )
+    assert statuses == [0, 0], errors
+    assert out.splitlines()[0] == "Sequential on tp=2: equal to one device"
+    (line,) = (folder / "r.jsonl").read_text().splitlines()
+    assert json.loads(line)["equal"] is True and len(json.loads(line)["claims"]) == 3
+
+
+def test_a_rank_that_fails_ends_all_and_is_told_once(folder: Path) -> None:
+    statuses, _, errors = start(folder, "my_models:broken", "--mesh", "tp=2", "--precision", "float32")
+    assert statuses == [3, 3]
+    assert errors.count("no memory left, say\n") == 1 and errors.count("Traceback") == 1, errors
+    assert "rank 1 failed" in errors
+
+
+def test_a_users_error_is_told_once(folder: Path) -> None:
+    statuses, _, errors = start(folder, "my_models:mlp", "--mesh", "tp=4")
+    assert statuses == [2, 2] and errors.count("why") == 1, errors
+
+
+def test_without_ranks_the_command_says_how_to_start(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ndcompile.verify", "my_models:mlp", "--mesh", "tp=2"], cwd=folder, text=True,
+        capture_output=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.returncode == 2 and "torchrun --nproc-per-node 2" in done.stderr
