@@ -12,8 +12,11 @@ from typing import Any
 KINDS = ("dp_replicate", "dp_shard", "cp", "tp")
 """Axis kinds in mesh order, major first: ranks that differ only in `tp` are neighbours."""
 
-BUILT = ("dp_replicate", "dp_shard", "tp")
+BUILT = ("dp_replicate", "dp_shard", "cp", "tp")
 """The kinds that this version compiles for."""
+
+GATHERED = ("dp_replicate", "dp_shard", "cp")
+"""The kinds over which a parameter is whole where compute takes it, wherever it lies between steps."""
 
 ALIASES = {
     "data_parallel_replicate_degree": "dp_replicate",

@@ -11,7 +11,7 @@ from ndcompile.axes import KINDS
 from ndcompile.choose import Infeasible, Problem, choose
 from ndcompile.errors import CompileError
 from ndcompile.heads import Attention, attentions
-from ndcompile.mesh import MeshSpec
+from ndcompile.mesh import GATHERED, MeshSpec
 from ndcompile.pins import Pins, resolve_pins
 from ndcompile.placement import I, Layout, Placement, S
 from ndcompile.problem import State, batch_dim, key_of, problem_on, returned
@@ -110,10 +110,13 @@ def _decide(state: State, node: fx.Node, axis: str, ranks: int, row: Row) -> Non
         state.parts[node] *= ranks
     if node in state.taken:
         node.meta.setdefault("taken", {})[axis] = dict(state.taken[node])
-    if row.factor is not None and node in state.taken:
-        state.taken[node][row.factor] = state.taken[node].get(row.factor, 1) * ranks
-        if row.factor in state.signatures[node].masked | state.signatures[node].special:
-            node.meta.setdefault("algorithm_axes", []).append((axis, row.factor))
+    if row.factor is None or node not in state.signatures:
+        return
+    bound = state.signatures[node]
+    for factor in bound.together if row.factor in bound.together else (row.factor,):
+        state.taken[node][factor] = state.taken[node].get(factor, 1) * ranks
+    if row.factor in bound.masked | bound.special | bound.together:
+        node.meta.setdefault("algorithm_axes", []).append((axis, row.factor))
 
 
 def _require_heads(state: State, axis: str, heads: list[Attention]) -> None:
@@ -162,7 +165,7 @@ def _stored(node: fx.Node, mesh: MeshSpec, order: list[str]) -> Layout:
     free = [d for d in range(len(shape)) if shape[d].divides_by(taken.get(d, 1))]  # one axis may cut a dim unevenly
     dims = sorted(free, key=lambda d: (d in taken, d))
     dim = dims[0] if dims else None
-    outer_first = sorted(order, key=lambda name: KINDS[mesh[name].kind].shards_batch)  # data axes are gathered first
+    outer_first = sorted(order, key=lambda name: mesh[name].kind in GATHERED)  # what is gathered is so first
     placements = {a: KINDS[mesh[a].kind].stored(used[a], dim) for a in outer_first}
     return Layout.make(len(shape), placements)
 
