@@ -20,6 +20,20 @@ def load_model(text: str) -> tuple[nn.Module, object]:
     return _from_config(Path(text)) if text.endswith(".json") else _from_function(text)
 
 
+def load_with_values(text: str, samples: int) -> tuple[nn.Module, object]:
+    """The model with seeded values, and its global batch; of a transformers model tokens, unequally masked."""
+    torch.manual_seed(0)
+    if not text.endswith(".json"):
+        return _from_function(text)
+    model, _ = _from_config(Path(text), "cpu")
+    config: Any = model.config
+    ids = torch.randint(config.vocab_size, (samples, min(32, getattr(config, "max_position_embeddings", 32))))
+    labels = ids.clone()
+    for number, row in enumerate(labels):
+        row[: 2 * number % len(row)] = -100
+    return model, {"input_ids": ids, "labels": labels}
+
+
 def in_float64(example_inputs: Any) -> Any:
     """Example inputs with every float as float64."""
 
@@ -54,8 +68,8 @@ def _from_function(text: str) -> tuple[nn.Module, object]:
     return made
 
 
-def _from_config(path: Path) -> tuple[nn.Module, None]:
-    """A causal language model without weights: on the meta device, without a cache."""
+def _from_config(path: Path, device: str = "meta") -> tuple[nn.Module, None]:
+    """A causal language model, on the meta device without weights, without a cache."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -64,7 +78,7 @@ def _from_config(path: Path) -> tuple[nn.Module, None]:
         raise CompileError(f"there is no file {path}", tries="the path of a transformers config.json")
     config = AutoConfig.from_pretrained(str(path))
     config.use_cache = False
-    with torch.device("meta"):
+    with torch.device(device):
         model = AutoModelForCausalLM.from_config(config)
     assert isinstance(model, nn.Module)
     return model, None

@@ -275,3 +275,31 @@ def test_a_folded_graph_is_still_a_graph() -> None:
     program.graph.graph.lint()
     assert sum("stands_for" in n.meta for n in program.folded.graph.nodes) == 6
     assert not any("stands_for" in n.meta for n in program.graph.graph.nodes)
+
+
+class Shifted(Layer):
+    """Reads a buffer of its own."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shift)
+
+
+class Trained(Stack):
+    """Its first block takes a gradient back too, so that all rounds are equal."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return super().run(x * self.shift)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_equal_blocks_read_each_its_own_buffer_also_when_all_were_equal_at_compile_time(depth: int) -> None:
+    program = compiled(Trained(many(depth, Shifted)), "tp=2")
+    loop, call = root(program)
+    assert loop == 'for block in self.list("layers"):' and call.endswith('block(mul, block.buffer("shift"))')
+    assert nd.verify(program, seeds=1, microbatches=1), "verify draws another value for each buffer"

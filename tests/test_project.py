@@ -52,7 +52,9 @@ NEVER = {"demo", "cli", "tables", "models"}
 
 
 def part(module: str) -> str:
-    """`ndcompile.rules.views` is of the part `rules`."""
+    """`ndcompile.rules.views` is of the part `rules`; what `python -m` runs is the outside."""
+    if module.endswith(".__main__"):
+        return "cli"
     return module.split(".")[1] if "." in module else ""
 
 

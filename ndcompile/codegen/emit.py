@@ -362,8 +362,11 @@ class _Emitter:
         twins = {second: first for first, second in loop.carried}
         read_after = {second: self._read_after(loop, first, second) for first, second in loop.carried}
         for at, segment in enumerate(loop.body):
+            variable, source = self._blocks_of(loop, at, len(heads))
+            heads += [(variable, source)] if variable and segment.block else []
             given = [
-                self._numbered(loop, at, p, v, folds) or self._argument(v, names) for p, v in enumerate(segment.inputs)
+                self._numbered(loop, at, p, v, folds) or _own_buffer(segment, variable, v) or self._argument(v, names)
+                for p, v in enumerate(segment.inputs)
             ]
             targets = []
             for value in segment.outputs:
@@ -374,8 +377,6 @@ class _Emitter:
                     names[value] = names[first]
                 targets.append(names[value])
                 assigned.add(value)
-            variable, source = self._blocks_of(loop, at, len(heads))
-            heads += [(variable, source)] if variable and segment.block else []
             calls += self._call(segment, variable or source, given, targets)
         for first, second in loop.carried:
             if names[second] != names[first]:
@@ -446,6 +447,16 @@ class _Emitter:
         inside = {value for value, _ in loop.carried}
         later = [s for s in self.segments if s.number >= loop.body[0].number]
         return (value in inside or not any(value in s.inputs for s in later)) and value not in results(self.graph)
+
+
+def _own_buffer(segment: Segment, variable: str, value: fx.Node) -> str | None:
+    """A buffer that each block of a loop has its own of."""
+    name = str(value.meta.get("name", ""))
+    if not variable or value.meta.get("role") != "buffer" or not inside(name, segment.block):
+        return None
+    names = value.meta.get("stands_for", (name,))
+    assert len(set(names)) == len(names), f"the blocks of a loop all share {name}, or none do"
+    return f'{variable}.buffer("{name[len(segment.block) + 1 :]}")'
 
 
 def _loop_head(heads: list[tuple[str, str]], times: int, numbered: bool) -> str:

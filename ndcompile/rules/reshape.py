@@ -30,6 +30,8 @@ def cut(source: Shape, target: Shape, sizes: dict[str, Size], whole: set[str]) -
     left: list[list[str]] = [[] for _ in source]
     right: list[list[str]] = [[] for _ in target]
     a, b = list(source), list(target)  # what is left to cut of each dim
+    if not product(source).coefficient:
+        return _of_nothing(source, target, sizes, whole)
     while (i := _first(a)) < len(a) and (j := _first(b)) < len(b):
         common = a[i].gcd(b[j])
         if common == ONE:
@@ -45,6 +47,20 @@ def cut(source: Shape, target: Shape, sizes: dict[str, Size], whole: set[str]) -
     _keep_whole(left, a, len(a), sizes, whole)
     _keep_whole(right, b, len(b), sizes, whole)
     return tuple(map(tuple, left)), tuple(map(tuple, right))
+
+
+def _of_nothing(source: Shape, target: Shape, sizes: dict[str, Size], whole: set[str]) -> tuple[Dims, Dims]:
+    """A tensor without elements has no factors: the leading dims that stay are kept, all others are whole."""
+    stay = next(
+        (i for i, (n, m) in enumerate(zip(source, target, strict=False)) if n != m), min(len(source), len(target))
+    )
+    names = [
+        [f"{'f' if d < stay else side}{d}" for d in range(len(shape))] for side, shape in (("a", source), ("b", target))
+    ]
+    for side, shape in zip(names, (source, target), strict=True):
+        sizes.update(zip(side, shape, strict=True))
+        whole.update(side[stay:])
+    return tuple((name,) for name in names[0]), tuple((name,) for name in names[1])
 
 
 def _first(rest: list[Size]) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ndcompile.placement import Placement
+from ndcompile.placement import Placement, R
 from ndcompile.rules.notation import RuleError, Signature
 from ndcompile.rules.rows import Row, rows
 
@@ -34,9 +36,31 @@ def one_by_one(jobs: Sequence[Callable[[], Outputs]]) -> list[Outputs]:
     return [job() for job in jobs]
 
 
+class Arithmetic:
+    """What a trial computes in: here floating point, compared with a tolerance. Others may be exact."""
+
+    exact = False
+    unknown: type[Exception] | tuple[()] = ()
+    """What an op raises that has no meaning here: nothing is said of it."""
+
+    def within(self) -> AbstractContextManager[object]:
+        """A block whose ops are done in this arithmetic."""
+        return nullcontext()
+
+    def draw(self, x: Tensor) -> Tensor:
+        """Random numbers of the form of `x`: a share of a partial value, a cotangent."""
+        return torch.randint(-4, 5, x.shape).to(x) if _counts(x) else torch.randn(x.shape, dtype=x.dtype)
+
+
+FLOATING = Arithmetic()
+
+
 @dataclass(frozen=True)
 class Trial:
-    """A call to try: its operands, which of them carry a gradient, how it runs whole, and how on one rank's parts."""
+    """A call to try: its operands, which of them carry a gradient, how it runs whole, and how on one rank's parts.
+
+    A call that `fails` on the whole (an index out of range) must fail on the parts too.
+    """
 
     signature: Signature
     operands: tuple[Tensor, ...]
@@ -44,18 +68,25 @@ class Trial:
     whole: Callable[[Sequence[Tensor]], Outputs]
     part: Callable[[Sequence[Tensor], Place], Outputs]
     run_all: Callable[[Sequence[Callable[[], Outputs]]], list[Outputs]] = one_by_one
+    arithmetic: Arithmetic = FLOATING
+    fails: bool = False
 
-    def check(self, *ways: int) -> int:
-        """Try each combination of rows on axes of these sizes; `RuleError` names the first that is wrong."""
-        outputs, cotangents, gradients = _whole(self)
+    def check(self, *ways: int, most: int | None = None) -> list[Rows]:
+        """The combinations of rows on axes of these sizes, each tried; `RuleError` names the first that is wrong.
+
+        Of more than `most` combinations so many are tried, chosen at random.
+        """
+        whole = _Whole.of(self)
         combinations = list(row_combinations(self.signature, ways, self.flows))
+        if most is not None and len(combinations) > most:
+            combinations = random.Random(most).sample(combinations, most)
         for chosen in combinations:
             try:
-                _compare(self, ways, chosen, outputs, cotangents, gradients)
+                _compare(self, ways, chosen, whole)
             except Differs as error:
                 listed = " and then ".join(map(str, chosen))
                 raise RuleError(f"row {listed} on {' × '.join(map(str, ways))} ranks: {error}") from error
-        return len(combinations)
+        return combinations
 
 
 class Differs(ValueError):
@@ -76,15 +107,41 @@ def row_combinations(
             yield (row, *others)
 
 
-def _whole(trial: Trial) -> tuple[Outputs, Outputs, list[Tensor] | None]:
-    inputs = [x.clone().requires_grad_(flow) for x, flow in zip(trial.operands, trial.flows, strict=True)]
-    outputs = trial.whole(inputs)
-    cotangents = tuple(torch.zeros_like(y) if _counts(y) else torch.randn_like(y) for y in outputs)
-    try:
-        gradients = _gradients(inputs, outputs, cotangents)
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise RuleError(f"its gradient fails on whole tensors: {str(error).splitlines()[0]}") from error
-    return tuple(y.detach() for y in outputs), cotangents, gradients
+FAILURES = (RuntimeError, IndexError, ValueError, TypeError)
+"""What an op raises on tensors that it does not take."""
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What the op makes of whole tensors: outputs, cotangents for them, the gradients (None: it has none)."""
+
+    outputs: Outputs
+    cotangents: Outputs
+    gradients: list[Tensor] | None
+
+    @classmethod
+    def of(cls, trial: Trial) -> _Whole:
+        inputs = [x.clone().requires_grad_(flow) for x, flow in zip(trial.operands, trial.flows, strict=True)]
+        with trial.arithmetic.within():
+            try:
+                outputs = trial.whole(inputs)
+            except FAILURES as error:
+                if trial.fails and not isinstance(error, trial.arithmetic.unknown):
+                    return cls((), (), None)
+                raise
+            assert not trial.fails, "the call was to fail on the whole, and does not"
+            cotangents = tuple(torch.zeros_like(y) if _counts(y) else trial.arithmetic.draw(y) for y in outputs)
+            try:
+                gradients = _gradients(inputs, outputs, cotangents)
+            except trial.arithmetic.unknown:
+                raise
+            except FAILURES as error:
+                raise RuleError(f"its gradient fails on whole tensors: {_first_line(error)}") from error
+        return cls(tuple(y.detach() for y in outputs), cotangents, gradients)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _counts(y: Tensor) -> bool:
@@ -104,40 +161,59 @@ def _gradients(inputs: Sequence[Tensor], outputs: Outputs, cotangents: Outputs) 
     return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, made, strict=True)]
 
 
-def _compare(
-    trial: Trial,
-    ways: Sequence[int],
-    chosen: Rows,
-    outputs: Outputs,
-    cotangents: Outputs,
-    gradients: list[Tensor] | None,
-) -> None:
+def _compare(trial: Trial, ways: Sequence[int], chosen: Rows, whole: _Whole) -> None:
     given = [[row.operands[i] for row in chosen] for i in range(len(trial.operands))]
     made = [row.output for row in chosen]
-    dealt = [deal(x, at, ways) for x, at in zip(trial.operands, given, strict=True)]
-    shapes = deal(torch.empty(outputs[0].shape, device="meta"), [p if p.kind == "S" else _EQUAL for p in made], ways)
+    dealt = [deal(x, at, ways, trial.arithmetic) for x, at in zip(trial.operands, given, strict=True)]
     indices = list(itertools.product(*map(range, ways)))
+    shapes = dict.fromkeys(indices, torch.Size()) if trial.fails else _shapes(whole.outputs[0], made, ways)
     inputs = {i: [d[i].clone().requires_grad_(f) for d, f in zip(dealt, trial.flows, strict=True)] for i in indices}
-    places = {i: Place(i, tuple(ways), chosen, tuple(shapes[i].shape)) for i in indices}
+    places = {i: Place(i, tuple(ways), chosen, tuple(shapes[i])) for i in indices}
     results = _run(trial, [(inputs[i], places[i]) for i in indices])
+    if results is None:
+        return
     by_rank = dict(zip(indices, results, strict=True))
-    for number, whole in enumerate(outputs):
+    for number, wanted in enumerate(whole.outputs):
         parts = {i: result[number].detach() for i, result in by_rank.items()}
-        _same(denote(parts, made, ways, "the value"), whole, "the value")
-    if gradients is not None:
-        seeds = [deal(c, [p.dual for p in made], ways) for c in cotangents]
-        backward = {i: _gradients(inputs[i], by_rank[i], tuple(s[i] for s in seeds)) for i in indices}
-        _compare_gradients(trial, backward, given, ways, gradients)
+        _same(denote(parts, made, ways, "the value", trial.arithmetic), wanted, "the value", trial.arithmetic.exact)
+    if whole.gradients is not None:
+        seeds = [deal(c, [_dual(p) for p in made], ways, trial.arithmetic) for c in whole.cotangents]
+        with trial.arithmetic.within():
+            backward = {i: _gradients(inputs[i], by_rank[i], tuple(s[i] for s in seeds)) for i in indices}
+        _compare_gradients(trial, backward, given, ways, whole.gradients)
 
 
-_EQUAL = Placement("R")
+def _shapes(output: Tensor, made: Sequence[Placement], ways: Sequence[int]) -> dict[Index, torch.Size]:
+    """The shape of each rank's part of the output."""
+    parts = deal(torch.empty(output.shape, device="meta"), [p if p.kind == "S" else R for p in made], ways)
+    return {index: part.shape for index, part in parts.items()}
 
 
-def _run(trial: Trial, calls: Sequence[tuple[list[Tensor], Place]]) -> list[Outputs]:
+def _dual(placement: Placement) -> Placement:
     try:
-        return trial.run_all([partial(trial.part, x, place) for x, place in calls])
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        raise Differs(f"the op fails on the parts: {str(error).splitlines()[0]}") from error
+        return placement.dual
+    except ValueError as error:
+        raise Differs(str(error)) from error
+
+
+def _run(trial: Trial, calls: Sequence[tuple[list[Tensor], Place]]) -> list[Outputs] | None:
+    """What each rank computes; None where a call that is to fail does."""
+
+    def job(x: list[Tensor], place: Place) -> Outputs:
+        with trial.arithmetic.within():
+            return trial.part(x, place)
+
+    try:
+        results = trial.run_all([partial(job, x, place) for x, place in calls])
+    except trial.arithmetic.unknown:
+        raise
+    except FAILURES as error:
+        if trial.fails:
+            return None
+        raise Differs(f"the op fails on the parts: {_first_line(error)}") from error
+    if trial.fails:
+        raise Differs("the op fails on the whole, and on no rank's part")
+    return results
 
 
 def _compare_gradients(
@@ -153,23 +229,30 @@ def _compare_gradients(
         if flow:
             what = f"the gradient of operand {number}"
             parts = {index: found[number] for index, found in backward.items() if found is not None}
-            _same(denote(parts, [p.dual for p in given[number]], ways, what), gradients[number], what)
+            joined = denote(parts, [_dual(p) for p in given[number]], ways, what, trial.arithmetic)
+            _same(joined, gradients[number], what, trial.arithmetic.exact)
 
 
-def deal(value: Tensor, placements: Sequence[Placement], ways: Sequence[int]) -> dict[Index, Tensor]:
+def deal(
+    value: Tensor, placements: Sequence[Placement], ways: Sequence[int], arithmetic: Arithmetic = FLOATING
+) -> dict[Index, Tensor]:
     """Tensors on the ranks of several axes that stand for `value`, by the ranks' indices."""
     held: dict[Index, Tensor] = {(-1,) * len(ways): value}
     for axis in _dealt(placements):
         held = {
             (*index[:axis], rank, *index[axis + 1 :]): part
             for index, x in held.items()
-            for rank, part in enumerate(split(x, placements[axis], ways[axis]))
+            for rank, part in enumerate(split(x, placements[axis], ways[axis], arithmetic))
         }
     return held
 
 
 def denote(
-    parts: Mapping[Index, Tensor], placements: Sequence[Placement], ways: Sequence[int], what: str = "the value"
+    parts: Mapping[Index, Tensor],
+    placements: Sequence[Placement],
+    ways: Sequence[int],
+    what: str = "the value",
+    arithmetic: Arithmetic = FLOATING,
 ) -> Tensor:
     """The value that the ranks' tensors stand for; `Differs` if they cannot be what the placements say."""
     held = dict(parts)
@@ -177,7 +260,7 @@ def denote(
         groups: dict[Index, list[Tensor]] = {}
         for index in sorted(held):
             groups.setdefault((*index[:axis], -1, *index[axis + 1 :]), []).append(held[index])
-        held = {index: _joined(group, placements[axis], what) for index, group in groups.items()}
+        held = {index: _joined(group, placements[axis], what, arithmetic) for index, group in groups.items()}
     return held[(-1,) * len(ways)]
 
 
@@ -187,7 +270,7 @@ def _dealt(placements: Sequence[Placement]) -> list[int]:
     return sorted(range(len(placements)), key=lambda axis: order[placements[axis].kind])
 
 
-def split(x: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
+def split(x: Tensor, placement: Placement, ranks: int, arithmetic: Arithmetic = FLOATING) -> list[Tensor]:
     """What the ranks of one axis hold of `x`; the shares of a partial value are random."""
     if placement.kind == "S":
         assert placement.dim is not None
@@ -196,30 +279,45 @@ def split(x: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
         bounds = [min(rank * step, size) for rank in range(ranks + 1)]
         return [x.narrow(placement.dim, a, b - a) for a, b in itertools.pairwise(bounds)]
     if placement.kind == "P":
-        shares = [torch.randn(x.shape).to(x) for _ in range(ranks - 1)]
-        return [x - sum(shares, torch.zeros_like(x)), *shares]
+        with arithmetic.within():
+            shares = [arithmetic.draw(x) for _ in range(ranks - 1)]
+            return _shared(x, shares, placement.op or "sum")
     return [x] * ranks
 
 
-def _joined(parts: Sequence[Tensor], placement: Placement, what: str) -> Tensor:
+def _shared(x: Tensor, shares: list[Tensor], op: str) -> list[Tensor]:
+    """Tensors of which the reduction is `x`."""
+    if op == "sum":
+        return [x - sum(shares, torch.zeros_like(x)), *shares]
+    return [x, *((torch.minimum if op == "max" else torch.maximum)(x, share) for share in shares)]
+
+
+def _joined(parts: Sequence[Tensor], placement: Placement, what: str, arithmetic: Arithmetic) -> Tensor:
     try:
         if placement.kind == "S":
             assert placement.dim is not None
             return torch.cat(list(parts), placement.dim)
         if placement.kind == "P":
-            return torch.stack(list(parts)).sum(0, dtype=parts[0].dtype)
+            with arithmetic.within():
+                return _reduced(torch.stack(list(parts)), placement.op or "sum")
     except (RuntimeError, IndexError) as error:
         raise Differs(f"{what} has parts {[tuple(p.shape) for p in parts]} that are no {placement}") from error
     for part in parts[1:]:
-        _same(part, parts[0], f"{what}, which is {placement}, between the ranks")
+        _same(part, parts[0], f"{what}, which is {placement}, between the ranks", arithmetic.exact)
     return parts[0]
 
 
-def _same(found: Tensor, wanted: Tensor, what: str) -> None:
+def _reduced(stacked: Tensor, op: str) -> Tensor:
+    if op == "sum":
+        return stacked.sum(0, dtype=stacked.dtype)
+    return stacked.amax(0) if op == "max" else stacked.amin(0)
+
+
+def _same(found: Tensor, wanted: Tensor, what: str, exact: bool) -> None:
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         mine, whole = (f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (found, wanted))
         raise Differs(f"{what} differs: {mine} instead of {whole}")
-    if _counts(wanted):
+    if exact or _counts(wanted):
         if not torch.equal(found, wanted):
             raise Differs(f"{what} differs")
         return

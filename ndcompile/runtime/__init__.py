@@ -17,6 +17,7 @@ from ndcompile.runtime.collectives import (
     shard,
     shard_invariant,
 )
+from ndcompile.runtime.context import context_attention, heads_divide
 from ndcompile.runtime.factory import arange, literal
 from ndcompile.runtime.gradient import scale_gradient
 from ndcompile.runtime.grouped import grouped_linear
@@ -28,6 +29,7 @@ from ndcompile.runtime.mesh import Mesh, Ranks, current, use
 from ndcompile.runtime.norm import batch_norm, moving_average
 from ndcompile.runtime.random import draw_key, dropout, fold, keep_mask, uniform_bits
 from ndcompile.runtime.recurrent import gru, lstm, rnn_relu, rnn_tanh
+from ndcompile.runtime.sequence import positions
 from ndcompile.runtime.weights import Bucket, StaleWeights, Weight, weight
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "attention",
     "attention_with_dropout",
     "batch_norm",
+    "context_attention",
     "cross_entropy",
     "current",
     "draw_key",
@@ -57,6 +60,7 @@ __all__ = [
     "embedding",
     "fold",
     "grouped_linear",
+    "heads_divide",
     "histogram",
     "gru",
     "invariant",
@@ -67,6 +71,7 @@ __all__ = [
     "pad",
     "partial",
     "partial_invariant",
+    "positions",
     "reduce_scatter",
     "rnn_relu",
     "rnn_tanh",

@@ -75,7 +75,7 @@ class Block:
         cls.forward = torch.compiler.disable(cls.forward, recursive=False)
 
     def __init__(self, state: State, path: str) -> None:
-        self._state = state
+        self._state, self._path = state, path
         self._bucket = state.bucket(self.weights, path)
 
     def __call__(self, *args: Tensor) -> Any:
@@ -85,6 +85,10 @@ class Block:
     def gathered(self) -> Uncompiled:
         """The block's weights, for the length of a with-block."""
         return Uncompiled(self._state.gathered(self._bucket))
+
+    def buffer(self, name: str) -> Tensor:
+        """The block's own buffer of that name."""
+        return self._state.buffers[f"{self._path}.{name}"]
 
 
 class Root:

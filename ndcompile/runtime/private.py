@@ -45,6 +45,13 @@ def start_all_to_all(x: Tensor, ranks: int, group: str) -> Tensor:
     return _ops.all_to_all_single(x, parts, parts, group)
 
 
+def start_shift(x: Tensor, ranks: int, index: int, group: str) -> Tensor:
+    """Start to send `x` to the next rank of a ring, and to receive the same shape from the one before."""
+    sent, received = [0] * ranks, [0] * ranks
+    sent[(index + 1) % ranks] = received[(index - 1) % ranks] = x.shape[0]
+    return _ops.all_to_all_single(x, received, sent, group)
+
+
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """`x` in another dtype; without a change of dtype no op is called.
 
@@ -167,3 +174,24 @@ def undispatched() -> Iterator[None]:
 
     with _disable_current_modes():
         yield
+
+
+def spin(seconds: float) -> None:
+    """Let the current GPU's stream do nothing for about so long, at some 1.5 GHz, while this process goes on."""
+    torch.cuda._sleep(int(seconds * 1.5e9))
+
+
+_aten = torch.ops.aten
+ATTENTION = {
+    "cudnn": (_aten._scaled_dot_product_cudnn_attention, _aten._scaled_dot_product_cudnn_attention_backward),
+    "flash": (_aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_backward),
+    "efficient": (
+        _aten._scaled_dot_product_efficient_attention,
+        _aten._scaled_dot_product_efficient_attention_backward,
+    ),
+    "cpu": (
+        _aten._scaled_dot_product_flash_attention_for_cpu,
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    ),
+}
+"""torch's attention kernels, which also give the log-sum-exp of the scores, each with its backward."""

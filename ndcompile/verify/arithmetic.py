@@ -235,8 +235,11 @@ class Field(Domain):
 def meaning_of(op: Op) -> tuple[str, str, Any]:
     """An op's name, of which kind it is in the field, and what does it there."""
     from ndcompile.verify.field import CONSTANTS, FUNCTIONS, MOVES, OPS
+    from ndcompile.verify.field_layers import LAYERS
 
     name = base_name(op)
+    if name in LAYERS:
+        return name, "op", LAYERS[name]
     if name in MOVES:
         return name, "moves", None
     if name in CONSTANTS:

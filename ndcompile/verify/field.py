@@ -13,8 +13,8 @@ from ndcompile.verify.arithmetic import LONGEST, Field, NotInDomain
 
 MOVES = frozenset(
     "view _unsafe_view reshape alias detach clone t transpose permute movedim unsqueeze squeeze expand slice select "
-    "narrow split split_with_sizes chunk unbind as_strided cat stack copy_ copy lift_fresh_copy contiguous embedding "
-    "index_select index gather take_along_dim masked_fill_zero slice_backward select_backward slice_scatter "
+    "narrow split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unbind as_strided cat stack copy_ copy "
+    "lift_fresh_copy contiguous embedding index_select index gather take_along_dim masked_fill_zero slice_backward select_backward slice_scatter "
     "select_scatter unfold diagonal flip roll repeat zeros_like empty_like new_empty new_zeros empty_strided "
     "zero_ new_empty_strided tril triu _reshape_alias view_as constant_pad_nd_zero masked_select resize_ isinf isnan "
     "unfold_backward diagonal_backward ones_like new_ones".split()
@@ -213,7 +213,7 @@ def _scattered(method: str) -> Callable[..., Tensor]:
 
 
 def _index_put(d: Field, x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, *_: Any) -> Tensor:
-    return d.mod(torch.index_put(x, tuple(indices), d.element(values), accumulate))
+    return d.mod(torch.ops.aten.index_put(x, indices, d.element(values), accumulate))
 
 
 def _masked_fill(d: Field, x: Tensor, mask: Tensor, value: Any) -> Tensor:
@@ -299,9 +299,8 @@ def _topk(d: Field, x: Tensor, k: int, dim: int = -1, largest: bool = True, sort
     return x.gather(dim, index), index
 
 
-def _sort(d: Field, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    dim = kwargs.get("dim", -1)
-    index = d.order(x).sort(dim=dim, descending=kwargs.get("descending", False), stable=True).indices
+def _sort(d: Field, x: Tensor, dim: int = -1, descending: bool = False, stable: bool | None = None) -> Any:
+    index = d.order(x).sort(dim=dim, descending=descending, stable=True).indices
     return x.gather(dim, index), index
 
 

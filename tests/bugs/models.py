@@ -100,6 +100,21 @@ class Tied(nn.Module):
         return {"loss": cross_entropy(logits, labels), "logits": logits}
 
 
+class Fused(Tied):
+    """And between the two uses of the matrix a gated layer, whose gate and values are one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * 10)
+        self.down = nn.Linear(10, WIDTH)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Results:
+        x = self.tokens(ids)
+        gate, values = self.up(self.norm(x)).split(10, -1)
+        logits = self.head(x + self.down(F.silu(gate) * values))
+        return {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
 class Padded(nn.Module):
     """Padding is kept out of the residual and of a router's statistics, which are a loss."""
 

@@ -1,13 +1,25 @@
-"""Every registered rule is tried."""
+"""Every registered rule is tried on drawn calls, and none without a description of its calls."""
 
 from __future__ import annotations
 
+import pytest
+
 from ndcompile.rules.registry import RULES
-from tests.rules import test_contract, test_layers, test_pointwise, test_routing, test_views
+from tests.rules.calls import CALLS
+from tests.rules.tries import search
+
+WHOLE = {
+    "runtime.fold",
+    "runtime.literal",
+    *(f"aten.{name}.default" for name in "mean max argmax prod any all".split()),
+}
+"""Rules that let no dim be sharded."""
 
 
-def test_every_rule_has_a_case() -> None:
-    cases = [*test_pointwise.CASES, *test_contract.CASES, *test_views.CASES, *test_layers.CASES, *test_routing.CASES]
-    tried = {given.op for given in cases}
-    assert set(RULES) - tried == set()
-    assert tried - set(RULES) == set()
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_hold(rule: str) -> None:
+    assert ("S" in search(rule, examples=10).kinds) == (rule not in WHOLE)
+
+
+def test_all_drawn_calls_are_of_rules() -> None:
+    assert set(CALLS) - set(RULES) == set()

@@ -1,91 +1,145 @@
-"""Element by element: each rule's rows, split against whole."""
+"""Element by element: calls of each rule's op, drawn."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from hypothesis import strategies as st
 
-from ndcompile.size import Size
-from tests.rules.case import Case, bools, case, each, every_row_holds, f, ints, positive
+from tests.rules.case import Case, Spec, bools, case, f, ints, positive
+from tests.rules.draw import Calls, Draw, calls, chance, pair, sizes, smaller
 
-B = Size(12, ("b",))
-UNARY = (
-    "neg relu gelu silu tanh sigmoid exp sin cos abs erf softplus leaky_relu elu hardtanh mish hardswish relu6 sign "
-    "square expm1 floor isnan isinf ceil round trunc exp2 tan atan sinh cosh log_sigmoid selu celu hardsigmoid "
-    "nan_to_num"
-).split()
-OF_POSITIVE = "log sqrt rsqrt reciprocal log1p log2".split()
+Maker = Callable[..., Spec]
+SCALARS = st.sampled_from([0.5, 2, -3, 0.1])
+
+
+def few(*shape: Any) -> Spec:
+    """Small integers, of which many are equal."""
+    return ints(*shape, high=4)
+
+
+def divisors(*shape: Any) -> Spec:
+    return ints(*shape, low=1, high=5)
+
+
+def unary(draw: Draw, op: str, make: Maker) -> Case:
+    return case(op, make(*sizes(draw)))
+
+
+def with_number(draw: Draw, op: str, make: Maker, *given: Any) -> Case:
+    """With the numbers given, or one that is drawn."""
+    return case(op, make(*sizes(draw)), *(given or [draw(SCALARS)]))
+
+
+def after_number(draw: Draw, op: str) -> Case:
+    return case(op, 2.0, f(*sizes(draw)))
+
+
+def binary(draw: Draw, op: str, first: Maker, second: Maker) -> Case:
+    a, b = pair(draw)
+    return case(op, first(*a), second(*b))
+
+
+def arithmetic(draw: Draw, op: str, second: Maker, scaled: bool = False) -> Case:
+    """Two tensors, or one and a number."""
+    if chance(draw, 5):
+        return case(op, f(*sizes(draw)), draw(SCALARS))
+    a, b = pair(draw)
+    return case(op, f(*a), second(*b), **(dict(alpha=draw(SCALARS)) if scaled and draw(st.booleans()) else {}))
+
+
+def quotient(draw: Draw, op: str) -> Case:
+    return arithmetic(draw, op, draw(st.sampled_from([positive, divisors])))
+
+
+def lerp(draw: Draw, op: str) -> Case:
+    a, b = pair(draw)
+    return case(op, f(*a), f(*b), draw(SCALARS))
+
+
+def rounded(draw: Draw, op: str, second: Maker | None) -> Case:
+    mode = draw(st.sampled_from(["floor", "trunc"]))
+    a, b = pair(draw)
+    return case(op, ints(*a, high=9), second(*b) if second else 2, rounding_mode=mode)
+
+
+def filled(draw: Draw, op: str) -> Case:
+    a, b = pair(draw)
+    value = f() if op.endswith("Tensor") else draw(SCALARS)
+    return case(op, f(*a), bools(*b), value)
+
+
+def where(draw: Draw, op: str) -> Case:
+    whole = sizes(draw)
+    condition, a, b = (smaller(draw, whole) for _ in range(3))
+    first: Any = draw(SCALARS) if op.endswith("ScalarSelf") else f(*a, grad=not chance(draw, 4))
+    second: Any = draw(SCALARS) if op.endswith("ScalarOther") else f(*b)
+    return case(op, bools(*condition), first, second)
+
+
+def cast(draw: Draw, op: str, *before: Any, **named: Any) -> Case:
+    return case(op, draw(st.sampled_from([f, bools, few]))(*sizes(draw)), *before, **named)
+
+
+def cast_by_name(draw: Draw, op: str) -> Case:
+    return cast(draw, op, dtype=torch.float64)
+
+
+def cast_like(draw: Draw, op: str) -> Case:
+    shape = sizes(draw)
+    other = shape if draw(st.booleans()) else sizes(draw)
+    return case(op, draw(st.sampled_from([f, few]))(*shape), f(*other))
+
+
+def default(names: str) -> str:
+    return " ".join(f"{name}.default" for name in names.split())
+
+
 COMPARISONS = "eq ne lt le gt ge".split()
 
-CASES: list[Case] = [
-    *(case(f"aten.{name}.default", f(6, 5)) for name in UNARY),
-    *(case(f"aten.{name}.default", positive(6, 5)) for name in OF_POSITIVE),
-    *(case(f"aten.{name}.Scalar", ints(6, 5, high=4), 2) for name in COMPARISONS),
-    *(case(f"aten.{name}.Tensor", ints(6, 5, high=4), ints(5, high=4)) for name in COMPARISONS),
-    *(case(f"aten.{name}.Scalar", f(6, 5), 3) for name in ("mul", "div", "add", "sub", "rsub", "remainder")),
-    *(case(f"aten.{name}.Tensor", f(6, 5), 0.5) for name in ("mul", "add", "sub", "div")),
-    *(case(f"aten.{name}.Tensor", f(4, 6, 5), f(6, 5)) for name in ("mul", "add", "sub")),
-    *(case(f"aten.{name}.Tensor", f(6, 1), f(1, 5)) for name in ("mul", "add", "sub")),
-    *(case(f"aten.{name}.Tensor", f(4, 6), f()) for name in ("mul", "add", "sub")),
-    *(case(f"aten.{name}.Tensor", f(B, 5), f(5)) for name in ("mul", "add")),
-    case("aten.add.Tensor", f(6, 5), f(6, 5), alpha=2),
-    case("aten.sub.Tensor", f(5), f(6, 5), alpha=-3),
-    case("aten.div.Tensor", f(6, 5), positive(6, 5)),
-    case("aten.div.Tensor", f(6, 5), positive()),
-    case("aten.div.Tensor", f(5), positive(6, 1)),
-    case("aten.div.Tensor", f(6), ints(6, low=1, high=9)),
-    case("aten.pow.Tensor_Scalar", positive(6, 5), 3),
-    case("aten.pow.Scalar", 2.0, f(6, 5)),
-    case("aten.pow.Tensor_Tensor", positive(6, 5), f(5)),
-    case("aten.clamp.default", f(6, 5), -0.5, 0.5),
-    case("aten.clamp_min.default", f(6, 5), 0),
-    case("aten.clamp_max.default", f(6, 5), 0.1),
-    case("aten.logical_not.default", bools(6, 5)),
-    case("aten.bitwise_not.default", bools(6, 5)),
-    case("aten.logical_and.default", bools(6, 5), bools(5)),
-    case("aten.logical_or.default", bools(6, 5), bools(6, 1)),
-    case("aten.bitwise_and.Tensor", bools(6, 5), bools(5)),
-    case("aten.bitwise_or.Tensor", bools(6, 5), bools()),
-    case("aten.__and__.Tensor", bools(6, 5), bools(5)),
-    case("aten.__or__.Tensor", bools(5), bools(6, 5)),
-    case("aten.maximum.default", f(6, 5), f(5)),
-    case("aten.min.other", f(6, 5), f(5)),
-    case("aten.max.other", f(6, 1), f(6, 5)),
-    case("aten.lerp.Scalar", f(6, 5), f(6, 5), 0.3),
-    case("aten.minimum.default", f(6, 1), f(5)),
-    case("aten.floor_divide.default", ints(6, 5, high=9), ints(5, low=1, high=4)),
-    case("aten.remainder.Tensor", ints(6, 5, high=9), ints(5, low=1, high=4)),
-    case("aten.polar.default", f(6, 5), f(5)),
-    case("aten.max.other", f(6, 5), f(5)),
-    case("aten.min.other", ints(6, 5, high=9), ints(high=9)),
-    case("aten.clamp_min.Tensor", f(6, 5), f(5)),
-    case("aten.clamp_max.Tensor", f(6, 5), f()),
-    case("aten.atan2.default", f(6, 5), positive(5)),
-    case("aten.fmod.Scalar", f(6, 5), 3),
-    case("aten.fmod.Tensor", ints(6, 5, high=9), ints(5, low=1, high=4)),
-    case("aten.bitwise_xor.Tensor", bools(6, 5), bools(5)),
-    case("aten.logical_xor.default", bools(6, 5), bools(6, 1)),
-    case("aten.div.Tensor_mode", ints(6, 5, high=9), ints(5, low=1, high=4), rounding_mode="floor"),
-    case("aten.div.Scalar_mode", ints(6, 5, high=9), 2, rounding_mode="trunc"),
-    case("aten.masked_fill.Scalar", f(4, 6, 5), bools(6, 5), -1.0),
-    case("aten.masked_fill.Scalar", f(6, 5), bools(6, 1), 0.0),
-    case("aten.masked_fill.Tensor", f(6, 5), bools(5), f()),
-    case("aten.where.self", bools(6, 5), f(6, 5), f(6, 5)),
-    case("aten.where.self", bools(6, 1), f(5), f()),
-    case("aten.where.self", bools(6, 5), f(6, 5), f(grad=False)),
-    case("aten.where.ScalarOther", bools(6, 5), f(5), 0.0),
-    case("aten.where.ScalarSelf", bools(5), 1.0, f(6, 5)),
-    case("aten.to.dtype", f(6, 5), torch.float64),
-    case("aten.to.dtype", bools(6, 5), torch.float64),
-    case("aten.to.device", f(6, 5), torch.device("cpu"), torch.float64),
-    case("aten.to.dtype_layout", ints(6, 5, high=3), dtype=torch.float64),
-    case("aten._to_copy.default", f(6, 5), dtype=torch.float64),
-    case("aten.to.other", ints(6, 5, high=3), f(5)),
-    case("aten.to.other", f(6, 5), f(6, 5)),
-    case("aten.type_as.default", ints(6, 5, high=3), f()),
-    case("aten.type_as.default", f(6, 5), f(6, 5)),
-]
-
-
-@each(CASES)
-def test_rows_hold(given: Case) -> None:
-    every_row_holds(given)
+CALLS: Calls = {
+    **calls(
+        default(
+            "neg relu gelu silu tanh sigmoid exp sin cos abs erf softplus leaky_relu elu hardtanh mish hardswish relu6 "
+            "sign square expm1 floor isnan isinf ceil round trunc exp2 tan atan sinh cosh log_sigmoid selu celu "
+            "hardsigmoid nan_to_num"
+        ),
+        unary,
+        f,
+    ),
+    **calls(default("log sqrt rsqrt reciprocal log1p log2"), unary, positive),
+    **calls(default("logical_not bitwise_not"), unary, bools),
+    **calls(" ".join(f"{name}.Scalar" for name in COMPARISONS), with_number, few, 2),
+    **calls(" ".join(f"{name}.Tensor" for name in COMPARISONS), binary, few, few),
+    **calls("mul.Scalar div.Scalar add.Scalar sub.Scalar rsub.Scalar remainder.Scalar fmod.Scalar", with_number, f),
+    **calls("pow.Tensor_Scalar", with_number, positive, 3),
+    **calls("pow.Scalar", after_number),
+    **calls("clamp.default", with_number, f, -0.5, 0.5),
+    **calls(default("clamp_min clamp_max"), with_number, f, 0.1),
+    **calls("add.Tensor sub.Tensor", arithmetic, f, True),
+    **calls("mul.Tensor", arithmetic, f),
+    **calls("div.Tensor", quotient),
+    **calls("lerp.Scalar", lerp),
+    **calls("pow.Tensor_Tensor", binary, positive, f),
+    **calls(
+        "logical_and.default logical_or.default logical_xor.default bitwise_and.Tensor bitwise_or.Tensor "
+        "bitwise_xor.Tensor __and__.Tensor __or__.Tensor",
+        binary,
+        bools,
+        bools,
+    ),
+    **calls("maximum.default minimum.default max.other min.other", binary, f, f),
+    **calls("clamp_min.Tensor clamp_max.Tensor polar.default", binary, f, f),
+    **calls("atan2.default", binary, f, positive),
+    **calls("floor_divide.default remainder.Tensor fmod.Tensor", binary, few, divisors),
+    **calls("div.Tensor_mode", rounded, divisors),
+    **calls("div.Scalar_mode", rounded, None),
+    **calls("masked_fill.Scalar masked_fill.Tensor", filled),
+    **calls("where.self where.ScalarOther where.ScalarSelf", where),
+    **calls("to.dtype", cast, torch.float64),
+    **calls("to.device", cast, torch.device("cpu"), torch.float64),
+    **calls("to.dtype_layout _to_copy.default", cast_by_name),
+    **calls("to.other type_as.default", cast_like),
+}

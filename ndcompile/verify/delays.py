@@ -1,0 +1,46 @@
+"""Random delays around collectives: what a rank computes must not depend on how fast the others are."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ndcompile.runtime import private
+from ndcompile.verify.arithmetic import namespace
+
+LONGEST = 0.003
+"""Seconds of one delay at most."""
+
+
+@contextmanager
+def delayed(seed: int, device: torch.device, longest: float = LONGEST) -> Iterator[list[int]]:
+    """Wait for a random time before and after each start of a collective and each wait, in eager and in compiled code
+    (which must have been compiled before). Gives a list of one number: the collectives that were delayed.
+    """
+    chance, count = random.Random(seed), [0]
+
+    def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if namespace(op) != "_c10d_functional":
+            return op(*args, **kwargs)
+        count[0] += 1
+        _pause(chance, device, longest)
+        result = op(*args, **kwargs)
+        _pause(chance, device, longest)
+        return result
+
+    with private.dispatched(run):
+        yield count
+
+
+def _pause(chance: random.Random, device: torch.device, longest: float) -> None:
+    """A third of the time nothing, so that ranks run apart; on a GPU its stream waits, or the process, or both."""
+    seconds = max(0.0, chance.uniform(-0.5, 1.0)) * longest
+    if device.type == "cuda" and chance.random() < 0.7:
+        private.spin(seconds)
+    else:
+        time.sleep(seconds)

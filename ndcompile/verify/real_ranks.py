@@ -1,0 +1,387 @@
+"""A program on real process groups beside the untouched model on one device: run by every rank alike, under torchrun.
+
+Whole numbers through every conversion, some training steps by the error model, and the same steps with delays around
+the collectives.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ndcompile import bind
+from ndcompile.api import compile
+from ndcompile.errors import CompileError
+from ndcompile.inputs import Inputs
+from ndcompile.mesh import MeshLike, MeshSpec
+from ndcompile.precision import Precision
+from ndcompile.program import Program
+from ndcompile.runtime.agreement import everyones, together
+from ndcompile.runtime.module import ParallelModule
+from ndcompile.verify import payloads, training
+from ndcompile.verify.delays import delayed
+from ndcompile.verify.error_model import ALLOWED, EXACT, ErrorModel, Measured
+from ndcompile.verify.execute import cotangent_scales, input_dims, result_layouts
+from ndcompile.verify.places import norm, part
+from ndcompile.verify.report import Claim, Report
+from ndcompile.verify.training import Recipe, Results, Trained
+
+PRECISIONS = {"bf16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+EPS = {"bf16": 1e-3, "float32": 1e-3, "float64": 1e-8}
+ZERO = 1e-6
+"""A gradient below this part of all of them is zero by mathematics."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is verified: a model with values, on this rank's device, the global batch, and how it is trained."""
+
+    model: nn.Module
+    inputs: Inputs
+    precision: str
+    recipe: Recipe
+
+    @classmethod
+    def of(cls, model: nn.Module, example_inputs: object, precision: str, steps: int, device: torch.device) -> Job:
+        """The model in float32 (in float64 for that precision), since low precision keeps its parameters so."""
+        if precision not in PRECISIONS:
+            raise CompileError(f"precision {precision!r} is unknown", tries=" or ".join(PRECISIONS))
+        if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+            raise CompileError(
+                "the model is on the meta device", why="it is trained, so it needs values", tries="a model with weights"
+            )
+        inputs = training.moved(Inputs.of(example_inputs), lambda x: x.to(device))
+        recipe = Recipe(steps=steps, eps=EPS[precision])
+        if precision == "float64":
+            return cls(model.to(device).double(), training.in_double(inputs), precision, recipe)
+        return cls(model.to(device).float(), inputs, precision, recipe)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return PRECISIONS[self.precision]
+
+    def compiled(self, mesh: MeshLike) -> Program:
+        low = Precision(compute=self.dtype, reduce=torch.float32) if self.precision == "bf16" else None
+        example = self.inputs.kwargs or self.inputs.args
+        return compile(self.model, mesh, example, precision=low, float64=self.precision == "float64",
+                       world_size=dist.get_world_size())  # fmt: skip
+
+
+@dataclass
+class References:
+    """The right answers, and those of one device in low precision: on the global batch, the same for every mesh."""
+
+    exact: list[Trained]
+    low: list[Trained]
+    seconds: float
+
+    @classmethod
+    def of(cls, job: Job, program: Program, exact: list[Trained] | None = None) -> References:
+        """`exact` may be given where it is known already, from another precision of the same model."""
+        begin = time.perf_counter()
+
+        def call(model: nn.Module) -> nn.Module:
+            return program.one_device(model) if program.manifest.random else model
+
+        def runs(steps: Iterator[Trained]) -> list[Trained]:
+            try:
+                return list(steps)
+            except RuntimeError as error:
+                raise CompileError(
+                    f"the untouched {type(job.model).__name__} does not train in {job.precision} on one device",
+                    why=str(error).splitlines()[0],
+                    tries=[f"precision {p}" for p in PRECISIONS if p != job.precision],
+                ) from error  # fmt: skip
+
+        exact = exact or runs(training.exactly(job.model, call, job.inputs, _cotangent, job.recipe))
+        if job.precision == "float64":
+            return cls(exact, exact, time.perf_counter() - begin)
+        cast = job.dtype if job.precision == "bf16" else None
+        low = runs(training.rounded(job.model, call, job.inputs, _cotangent, job.recipe, cast))
+        return cls(exact, low, time.perf_counter() - begin)
+
+
+def _cotangent(name: str, shape: Sequence[int]) -> Tensor:
+    """Random numbers for a whole result, the same on every rank."""
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+
+
+class OnRanks:
+    """A program bound to this rank's place, and what is compared on it."""
+
+    def __init__(self, job: Job, program: Program) -> None:
+        self.job, self.program, self.mesh, self.rank = job, program, program.mesh, dist.get_rank()
+        together(self._check_batch)
+        self.parallel: ParallelModule = bind.bind(program, job.model, program.mesh, _no_other_mode, "check")
+        self.inputs = self._own_inputs()
+        self.before = {name: p.detach().clone() for name, p in job.model.named_parameters()}
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.job.model.parameters()).device
+
+    def _tensors(self) -> dict[str, Tensor]:
+        manifest = self.program.manifest
+        found = manifest.tensors(self.job.inputs.args, self.job.inputs.kwargs)
+        return dict(zip(manifest.inputs, found, strict=True))
+
+    def _check_batch(self) -> None:
+        ranks = self.mesh.size(*payloads.data_axes(self.mesh))
+        for (name, x), dims in zip(self._tensors().items(), input_dims(self.program), strict=True):
+            for dim, axes in enumerate(dims):
+                if axes and x.shape[dim] % ranks:
+                    raise CompileError(
+                        f"input '{name}' has {x.shape[dim]} samples, which do not divide by {ranks} data ranks",
+                        why="the example inputs are the global batch here", tries=f"a batch of {ranks * 2} samples",
+                    )  # fmt: skip
+
+    def _own_inputs(self) -> Inputs:
+        dims = dict(zip(map(id, self._tensors().values()), input_dims(self.program), strict=True))
+        return training.moved(self.job.inputs, lambda x: part(x, dims[id(x)], self.mesh, self.rank).contiguous())
+
+    def train(self, exact: Sequence[Trained]) -> list[Trained]:
+        """The steps on the mesh, from the model's own parameters; afterwards they are what they were."""
+        whole = exact[0].results
+        dims, scales = self._result_dims(whole), dict(zip(whole, cotangent_scales(self.program), strict=False))
+
+        def cotangent(name: str, shape: Sequence[int]) -> Tensor:
+            return part(_cotangent(name, whole[name].shape), dims[name], self.mesh, self.rank) * scales[name]
+
+        with training.restored(self.parallel):
+            return list(training.on_mesh(self.parallel, self.inputs, cotangent, self.job.recipe))
+
+    def _result_dims(self, whole: Results) -> dict[str, Any]:
+        """How each result that is a tensor lies."""
+        layouts = zip(whole, result_layouts(self.program), strict=False)
+        return {name: layout.dims for name, layout in layouts if layout is not None}
+
+    # ---- whole numbers -----------------------------------------------------------------------------------------------
+
+    def payloads(self) -> Claim:
+        """Every distinct conversion, and every distinct bucket of weights, forward and backward."""
+        begin = time.perf_counter()
+        sizes: dict[str, int] = {}
+        for plan, x in zip(self.program.manifest.input_plans, self._tensors().values(), strict=True):
+            sizes |= {d: n for d, n in zip(plan.dims, x.shape, strict=True) if isinstance(d, str)}
+        count, mine = payloads.differences(self.program, self.parallel._mesh, self.device, sizes)
+        texts = _from_all(mine)
+        evidence = [f"{count} conversions and buckets of weights, forward and backward: every bit is right"]
+        return Claim("tested (real ranks, integers)", not texts, texts or evidence, time.perf_counter() - begin)
+
+    # ---- the error model ---------------------------------------------------------------------------------------------
+
+    def measure(self, taken: Sequence[Trained], right: References) -> list[Measured]:
+        """Every tensor of every step, each on the replica where it is furthest from float64."""
+        found = [
+            row
+            for number, steps in enumerate(zip(taken, right.exact, right.low, strict=True))
+            for row in self._of_step(f"step {number}: ", *steps)
+        ]
+        return [_assembled(rows, self.mesh) for rows in zip(*everyones(found), strict=True)]
+
+    def _of_step(self, step: str, mine: Trained, exact: Trained, low: Trained) -> Iterator[_Local]:
+        for name, lies in self._result_dims(exact.results).items():
+            y = exact.results[name]
+            if y.is_floating_point():
+                yield self._local(step + name, lies, mine.results[name], y, low.results[name], 1e-30)
+        total, dims = norm(exact.norm), {n: p.dims for n, p in self.program.manifest.parameters.items()}
+        zero = self.zero(exact)
+        for name, g in exact.gradients.items():
+            if name not in zero:
+                own = mine.gradients.get(name)
+                yield self._local(f"{step}gradient of {name}", dims[name], own, g, low.gradients[name], ZERO * total)
+        for name in mine.gradients.keys() - exact.gradients.keys():
+            yield _Local(f"{step}gradient of {name}, which has none", (), norm(mine.gradients[name]), 0.0, 0.0, 0.0)
+        yield self._local(f"{step}gradient norm", (), mine.norm, exact.norm, low.norm, 1e-30)
+        yield from self._of_parameters(step, mine, exact, low, zero)
+        for name in self.program.manifest.updates:
+            whole = ((),) * exact.buffers[name].dim()
+            yield self._local(f"{step}buffer {name}", whole, mine.buffers[name], exact.buffers[name],
+                              low.buffers[name], 1e-30)  # fmt: skip
+
+    def _of_parameters(
+        self, step: str, mine: Trained, exact: Trained, low: Trained, zero: set[str]
+    ) -> Iterator[_Local]:
+        """What the steps so far have done to each: smaller than the parameter, so that more shows."""
+        right, rough = training.changes(exact.parameters, self.before), training.changes(low.parameters, self.before)
+        for name, change in right.items():
+            if name in zero:
+                continue
+            dims, p = self.program.manifest.parameters[name].dims, self.before[name]
+            own = mine.parameters[name].double() - part(p, dims, self.mesh, self.rank).double()
+            least = max(self.job.recipe.learning_rate * p.numel() ** 0.5, norm(p))
+            yield self._local(f"{step}change of {name}", dims, own, change, rough[name], least)
+
+    def zero(self, exact: Trained) -> set[str]:
+        """Gradients that are zero by mathematics are all rounding: named, not compared (in float64 they are)."""
+        if self.job.precision == "float64":
+            return set()
+        total = sum(norm(g) ** 2 for g in exact.gradients.values()) ** 0.5
+        return {name for name, g in exact.gradients.items() if norm(g) <= ZERO * total}
+
+    def _local(self, what: str, dims: Any, mine: Tensor | None, exact: Tensor, low: Tensor, least: float) -> _Local:
+        right = part(exact, dims, self.mesh, self.rank) if dims else exact
+        fits = mine is not None and mine.shape == right.shape
+        error = float((mine.double() - right).norm()) if fits and mine is not None else float("inf")
+        return _Local(what, tuple(dims), error, float((low.double() - exact).norm()), norm(exact), least)
+
+    def trained(self, right: References, how: str) -> Claim:
+        """The error model over all steps."""
+        begin = time.perf_counter()
+        found = self.measure(self.train(right.exact), right)
+        model = self.error_model
+        bad = [f"{m.what} is {m.error:.2e} away on rank {m.rank}, {model.limit(m):.2e} is allowed"
+               for m in sorted(model.rejected(found), key=model.ratio, reverse=True)]  # fmt: skip
+        evidence = bad or self._evidence(found, right)
+        return Claim(self._kind(how), not bad, evidence, time.perf_counter() - begin)
+
+    @property
+    def error_model(self) -> ErrorModel:
+        return ErrorModel(self.job.dtype, training.depth(self.job.model))
+
+    def _kind(self, how: str) -> str:
+        return f"tested (real ranks, {self.job.precision}, {how})"
+
+    def _evidence(self, found: Sequence[Measured], right: References) -> list[str]:
+        model = self.error_model
+        worst = model.worst(found)
+        where = f"{worst.what}, rank {worst.rank}"
+        tensors = f"{len(found)} tensors of {self.job.recipe.steps} steps"
+        if self.job.precision == "float64":
+            return [
+                f"{tensors}: the furthest is {model.ratio(worst) * EXACT:.1e} away ({where}); {EXACT:.0e} would fail"
+            ]
+        tight, loose = min(found, key=model.relative_limit), max(found, key=model.relative_limit)
+        zero = self.zero(right.exact[0])
+        return [
+            f"{tensors}: the largest error is {model.ratio(worst):.2f} times what rounding explains ({where}); "
+            f"{ALLOWED:g} would fail",
+            f"rejected would be an error of {model.relative_limit(tight):.1e} ({tight.what}) "
+            f"to {model.relative_limit(loose):.1e} ({loose.what}) of a tensor",
+            *([f"zero by mathematics, not compared: {len(zero)} gradients ({min(zero)}, …)"] if zero else []),
+        ]
+
+    # ---- delays ------------------------------------------------------------------------------------------------------
+
+    def delays(self, right: References, runs: int, how: str) -> Claim:
+        """The same steps with random delays: the same bits, where two runs without delays have the same."""
+        begin = time.perf_counter()
+        first, second = self.train(right.exact), self.train(right.exact)
+        bitwise = all(everyones(not list(_unequal(first, second))))
+        texts, delayed_count = [], 0
+        for number in range(runs):
+            with delayed(1000 * number + self.rank, self.device) as count:
+                taken = self.train(right.exact)
+            delayed_count += count[0]
+            if bitwise:
+                texts += _from_all([f"{what} has other bits with delays" for what in _unequal(first, taken)])
+            else:
+                texts += [f"{m.what} is {m.error:.2e} away with delays" for m in
+                          self.error_model.rejected(self.measure(taken, right))]  # fmt: skip
+        same = "the same bits as without" if bitwise else "within the error model (two runs without delays differ)"
+        evidence = [f"{delayed_count} collectives of {runs} runs with delays around start and wait: {same}"]
+        return Claim(self._kind(f"{how}, delays"), not texts, texts or evidence, time.perf_counter() - begin)
+
+
+@dataclass(frozen=True)
+class _Local:
+    """One rank's part of a `Measured`: how far its part is away."""
+
+    what: str
+    dims: tuple[tuple[str, ...], ...]
+    error: float
+    rounding: float
+    size: float
+    least: float
+
+
+def _assembled(rows: Sequence[_Local], mesh: MeshSpec) -> Measured:
+    """From what all ranks measured of their parts: the error of the whole, on the replica where it is largest."""
+    axes = [axis for axis in mesh.names if any(axis in dim for dim in rows[0].dims)]
+    groups = mesh.groups(*axes) if axes else [[rank] for rank in range(len(rows))]
+    errors = [sum(rows[rank].error ** 2 for rank in group) ** 0.5 for group in groups]
+    worst = max(range(len(groups)), key=lambda i: (errors[i] != errors[i], errors[i]))
+    row = rows[0]
+    return Measured(row.what, errors[worst], row.rounding, row.size, row.least, groups[worst][0])
+
+
+def _unequal(one: Sequence[Trained], two: Sequence[Trained]) -> Iterator[str]:
+    """What differs between two runs on this rank, in any bit."""
+    for number, (a, b) in enumerate(zip(one, two, strict=True)):
+        pairs: dict[str, tuple[Any, Any]] = {}
+        for what in ("results", "gradients", "parameters", "buffers"):
+            mine, theirs = getattr(a, what), getattr(b, what)
+            pairs |= {f"{what.removesuffix('s')} {name}": (x, theirs[name]) for name, x in mine.items()}
+        pairs["gradient norm"] = a.norm, b.norm
+        for what, (x, y) in pairs.items():
+            if isinstance(x, Tensor) and not payloads.same(x, y):
+                yield f"step {number}: {what}"
+
+
+def _from_all(mine: Sequence[str]) -> list[str]:
+    """What any rank has to say, once."""
+    texts = [f"{text} on rank {rank}" for rank, theirs in enumerate(everyones(list(mine))) for text in theirs]
+    return texts
+
+
+def _no_other_mode(training: bool) -> Program:
+    raise AssertionError("verification stays in the model's present mode")
+
+
+Progress = Callable[[str], None]
+
+
+def verify_on_ranks(
+    model: nn.Module,
+    mesh: MeshLike,
+    example_inputs: object = None,
+    *,
+    precision: str = "bf16",
+    steps: int = 2,
+    modes: Sequence[str] = ("eager",),
+    delays: int = 2,
+    backend: str = "inductor",
+) -> Report:
+    """Compile a model and test it on the process group's real ranks; called by every rank alike, under torchrun.
+
+    `example_inputs` is the global batch, equal on every rank, as are the model's values. `precision` is bf16 (computes
+    in bfloat16, reduces in float32), float32 or float64; `modes` of eager and compiled, the latter by `backend`;
+    `delays` the number of runs with random delays. The report is the same on every rank.
+    """
+    bind.join_world()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    job = Job.of(model, example_inputs, precision, steps, device)
+    program = together(lambda: job.compiled(mesh))
+    ranks = OnRanks(job, program)
+    right = References.of(job, program)
+    claims = [ranks.payloads()]
+    for how in modes:
+        claims += claims_of(ranks, right, how, delays, backend)
+    return report(ranks, claims)
+
+
+def claims_of(ranks: OnRanks, right: References, how: str, delays: int, backend: str = "inductor") -> list[Claim]:
+    """The error model and the delays, eager or compiled (after which a program stays compiled)."""
+    if how == "compiled":
+        ranks.parallel.compile(backend=backend)
+    found = [ranks.trained(right, how)]
+    return [*found, ranks.delays(right, delays, how)] if delays else found
+
+
+def report(ranks: OnRanks, claims: Sequence[Claim]) -> Report:
+    sizes = ", ".join(f"{name} {list(x.shape)}" for name, x in ranks._tensors().items())
+    place = f"{dist.get_world_size()} ranks over {dist.get_backend()} on {ranks.device.type}"
+    return Report(
+        f"{ranks.program.manifest.model} on {ranks.mesh}",
+        list(claims),
+        [f"the model's own, on {place}; the global batch is {sizes}"],
+        [text for claim in claims if claim.held is False for text in claim.evidence],
+        not_checked=["that the program is equal over a prime field, and what it is at other sizes: nd.verify"],
+    )
