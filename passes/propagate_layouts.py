@@ -18,6 +18,7 @@ from ndcompile.problem import State, batch_dim, key_of, problem_on, returned
 from ndcompile.rules.layers import HEADS
 from ndcompile.rules.registry import operands, updates
 from ndcompile.rules.rows import Row
+from ndcompile.size import Shape
 
 
 def propagate_layouts(
@@ -160,14 +161,27 @@ def _store(state: State, mesh: MeshSpec) -> None:
 
 
 def _stored(node: fx.Node, mesh: MeshSpec, order: list[str]) -> Layout:
+    """What is gathered is so first: it is the minor part of its dim."""
     shape, used = node.meta["shape"], node.meta["placements"]
-    taken = {p.dim: mesh.size(a) for a, p in used.items() if p.kind == "S"}
-    free = [d for d in range(len(shape)) if shape[d].divides_by(taken.get(d, 1))]  # one axis may cut a dim unevenly
-    dims = sorted(free, key=lambda d: (d in taken, d))
-    dim = dims[0] if dims else None
-    outer_first = sorted(order, key=lambda name: mesh[name].kind in GATHERED)  # what is gathered is so first
-    placements = {a: KINDS[mesh[a].kind].stored(used[a], dim) for a in outer_first}
+    dim, several = _gathered_dim(shape, used, mesh)
+    placements = {a: used[a] for a in order if mesh[a].kind not in GATHERED}
+    cut = False
+    for axis in (a for a in order if mesh[a].kind in GATHERED):
+        stored = KINDS[mesh[axis].kind].stored(used[axis], None if cut and not several else dim)
+        cut = cut or stored.kind == "S"
+        placements[axis] = stored
     return Layout.make(len(shape), placements)
+
+
+def _gathered_dim(shape: Shape, used: Mapping[str, Placement], mesh: MeshSpec) -> tuple[int | None, bool]:
+    """The dim that gathered axes shard, and whether all of them may: only one may cut a dim unevenly."""
+    taken = {p.dim: mesh.size(a) for a, p in used.items() if p.kind == "S"}
+    cutting = [a for a in used if mesh[a].kind in GATHERED and KINDS[mesh[a].kind].stored(used[a], 0).kind == "S"]
+    free = [d for d in range(len(shape)) if shape[d].divides_by(taken.get(d, 1))]
+    dims = sorted(free, key=lambda d: (d in taken, d))
+    even = [d for d in dims if shape[d].divides_by(taken.get(d, 1) * mesh.size(*cutting))]
+    found = (even or dims) if len(cutting) > 1 else dims
+    return (found[0] if found else None), len(cutting) < 2 or bool(even)
 
 
 def _end_layout(node: fx.Node, mesh: MeshSpec, order: list[str], local: bool) -> Layout:

@@ -128,7 +128,7 @@ class _Emitter:
             arguments = [f'"{path}"']
             gather = {
                 m.meta["move"].axes[0]: m.kwargs["dim"]
-                for m in entry.moves
+                for m in reversed(entry.moves)  # the minor axis of a dim is gathered first
                 if op_name(m.target) == "runtime.all_gather"
             }
             reduce = [m.meta["move"].axes[0] for m in entry.moves if op_name(m.target) == "runtime.replicate"]

@@ -217,7 +217,13 @@ def _shards(w: Writer, node: fx.Node) -> str:
 
 
 def _mapped(w: Writer, dims: dict[int, tuple[str, ...]]) -> str:
-    return "{" + ", ".join(f"{d}: {w.axis(axes)}" for d, axes in dims.items()) + "}"
+    return "{" + ", ".join(f"{d}: {_ranks(w, axes)}" for d, axes in dims.items()) + "}"
+
+
+def _ranks(w: Writer, axes: tuple[str, ...]) -> str:
+    """The axes as one; where the first holds two chunks, each by itself, major first."""
+    alone = len(axes) > 1 and KINDS[w.sizes.mesh[axes[0]].kind].attends
+    return f"({', '.join(w.axis(axis) for axis in axes)})" if alone else w.axis(axes)
 
 
 ROWS_AND_SIZES = ("causal", "window", "chunk", "prefix", "padding", "documents")
