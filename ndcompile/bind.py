@@ -88,7 +88,7 @@ def _bind(
     spec = together(lambda: MeshSpec.parse("" if manifest.mesh == "one rank" else manifest.mesh, dist.get_world_size()))
     _same_everywhere(source, manifest, model, init)
     together(lambda: _require_assumed(manifest, model))
-    device = _own_device()
+    device = own_device()
     device_mesh = _part_of(device_mesh, spec) or _device_mesh(spec, device)
     atexit.register(private.let_go, device_mesh)
     mesh = Mesh.bound(spec, [tuple(axes) for axes in manifest.flattened], device_mesh, TIMEOUT)
@@ -126,7 +126,7 @@ def _require_assumed(manifest: Manifest, model: nn.Module | None) -> None:
             )
 
 
-def _own_device() -> torch.device:
+def own_device() -> torch.device:
     """This rank's GPU where the process group talks between GPUs; gloo's ranks stay on the CPU, GPUs or not."""
     backends = str(dist.get_backend())
     on_gpus = torch.cuda.is_available() and ("nccl" in backends or "cuda" in backends)

@@ -7,12 +7,12 @@ does; propagation enumerates rows and picks. The others read the conversions alo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from ndcompile.duties import duties
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshAxis, MeshSpec
 from ndcompile.placement import COLLECTIVES, CONVERSIONS, REDUCING, I, Layout, P, Placement, R, S
@@ -21,6 +21,10 @@ from ndcompile.size import ONE, Size, product
 
 class CheckError(CompileError):
     """A compiled graph breaks a law of placements: a bug of the compiler, or of a rule that was registered."""
+
+
+REPORT = "report this: a pass of the compiler is wrong; nd.compile(…, dump=FOLDER) writes the graph after each"
+RULE = "the rule of this op, if you registered it (nd.register_rule); otherwise " + REPORT
 
 
 COPIES = ("aten.contiguous.default", "aten.clone.default", "aten.lift_fresh_copy.default")
@@ -179,56 +183,6 @@ def reductions_state_their_dtype(graph: fx.GraphModule, mesh: MeshSpec) -> None:
                 raise _broken(f"{move.conversion.name} adds in no stated dtype {side}", node, "sums round by dtype")
 
 
-@dataclass(frozen=True)
-class Duty:
-    """One use of a parameter on one axis: the gradient's placement there, and what reduces it on its way back."""
-
-    parameter: str
-    axis: str
-    use: str
-    cotangent: Placement
-    reductions: tuple[str, ...]
-    dtype: torch.dtype | None
-
-    def __str__(self) -> str:
-        how = ", ".join(self.reductions) or "–"
-        return f"{self.parameter}  {self.axis}  at {self.use}: gradient {self.cotangent}, {how} {self.dtype or ''}"
-
-
-def duties(graph: fx.GraphModule, mesh: MeshSpec) -> list[Duty]:
-    """Who reduces what: a row for each parameter, axis and use."""
-    found = []
-    for parameter in graph.graph.find_nodes(op="placeholder"):
-        if parameter.meta.get("role") != "parameter" or not parameter.meta["grad"]:
-            continue
-        for way in _ways(parameter, ()):
-            *moves, use = way
-            last = moves[-1] if moves else parameter
-            for axis in mesh.names:
-                on_axis = [m for m in moves if axis in m.meta["move"].axes]
-                mine = [m for m in on_axis if _backward(m) in REDUCING]
-                handed = any(m.meta["move"].source == R for m in on_axis)  # R→I gives the gradient to one rank alone
-                cotangent = P() if handed else last.meta["layout"].on(axis).dual
-                found.append(
-                    Duty(
-                        parameter.meta["name"], axis, f"%{use.name}", cotangent,
-                        tuple(_backward(m) for m in mine), mine[0].meta["backward_dtype"] if mine else None,
-                    )
-                )  # fmt: skip
-    return found
-
-
-def _backward(conversion: fx.Node) -> str:
-    return str(conversion.meta["move"].conversion.backward)
-
-
-def _ways(node: fx.Node, path: tuple[fx.Node, ...]) -> list[tuple[fx.Node, ...]]:
-    found: list[tuple[fx.Node, ...]] = []
-    for user in node.users:
-        found += _ways(user, (*path, user)) if "move" in user.meta else [(*path, user)]
-    return found
-
-
 def reduced_exactly_once(graph: fx.GraphModule, mesh: MeshSpec) -> None:
     """At each use, a partial gradient is reduced once on its way to the parameter, any other never."""
     for duty in duties(graph, mesh):
@@ -237,9 +191,25 @@ def reduced_exactly_once(graph: fx.GraphModule, mesh: MeshSpec) -> None:
             raise CheckError(
                 f"the gradient of '{duty.parameter}' is reduced {len(duty.reductions)} times over axis '{duty.axis}'",
                 node=duty.use,
+                source=duty.source,
                 why=f"it is {duty.cotangent} at this use, so it is due {due} time{'s' if due != 1 else ''}",
-                tries="report this: a conversion was lost or put twice",
+                tries=REPORT,
             )
+
+
+def waited_before_use(graph: fx.GraphModule, mesh: MeshSpec) -> None:
+    """What starts a collective is waited for, and nothing else reads its result. (Conversions wait by themselves.)"""
+    for node in _ops(graph):
+        if not str(node.target).startswith("_c10d_functional.") or "wait_tensor" in str(node.target):
+            continue
+        early = [user for user in node.users if "wait_tensor" not in str(user.target)]
+        if early or not node.users:
+            how = f"%{early[0].name} uses it" if early else "nothing waits for it"
+            raise _broken(f"%{node.name} starts {node.target}, and {how}", node, UNWAITED, WAIT)
+
+
+UNWAITED = "until it is waited for, the result of a collective is not there"
+WAIT = "torch.ops._c10d_functional.wait_tensor on the result, before anything else"
 
 
 def same_collectives_on_every_rank(graph: fx.GraphModule, mesh: MeshSpec) -> None:
@@ -277,7 +247,7 @@ def ops_are_legal(graph: fx.GraphModule, mesh: MeshSpec, signature: Callable[[fx
             if made not in allowed and not (one_whole and made.whole and any(p.whole for p in allowed)):
                 raise _broken(
                     f"%{node.name} is {made} on axis '{axis}', but its operands make it {_any_of(allowed)}", node,
-                    f"operands: {', '.join(map(str, given))}",
+                    f"operands: {', '.join(map(str, given))}", RULE,
                 )  # fmt: skip
 
 
@@ -305,7 +275,8 @@ def deduce(node: fx.Node, bound: Any, axis: str, given: list[Placement], grads: 
     if any(p.kind == "P" for p in given):
         return {_partial(node, bound, axis, given)}
     known = {factor for dims in bound.operands for factors in dims for factor in factors}
-    born = {S(d) for d, factors in enumerate(bound.output) if factors and not known & set(factors)}
+    taken = node.meta.get("taken", {}).get(axis, {})
+    born = {S(d) for d, dims in enumerate(bound.output) if dims and _uncut(bound, dims, taken) not in known}
     return {I} if kinds == {"I"} else {R, *born}
 
 
@@ -340,8 +311,12 @@ def _at_once(node: fx.Node, bound: Any, axis: str, given: list[Placement]) -> Pl
 
 
 def _leading(bound: Any, operand: int, placement: Placement, taken: Mapping[str, int]) -> str:
+    """The factor of an operand's dim that an axis cuts."""
+    return _uncut(bound, bound.operands[operand][placement.dim], taken)
+
+
+def _uncut(bound: Any, dims: tuple[str, ...], taken: Mapping[str, int]) -> str:
     """The factor that is cut in a dim of several: the first that is not yet cut to size 1 by major axes."""
-    dims = bound.operands[operand][placement.dim]
     for factor in dims:
         size = bound.sizes[factor]
         if not size.constant or size.coefficient > taken.get(factor, 1):
@@ -434,11 +409,11 @@ def _any_of(placements: set[Placement]) -> str:
     return " or ".join(sorted(map(str, placements)))
 
 
-def _broken(what: str, node: fx.Node, why: str) -> CheckError:
-    module = node.meta.get("module") or ""
-    return CheckError(what, node=f"%{node.name}   {module}".rstrip(), source=node.meta.get("source"), why=why)
+def _broken(what: str, node: fx.Node, why: str, tries: str = REPORT) -> CheckError:
+    module, source = node.meta.get("module") or "", node.meta.get("source")
+    return CheckError(what, node=f"%{node.name}   {module}".rstrip(), source=source, why=why, tries=tries)
 
 
 def _mix(node: fx.Node, given: list[Placement], axis: str, why: str) -> CheckError:
     name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
-    return _broken(f"{name} cannot take {', '.join(map(str, given))} on axis '{axis}'", node, why)
+    return _broken(f"{name} cannot take {', '.join(map(str, given))} on axis '{axis}'", node, why, RULE)

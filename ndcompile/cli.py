@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, TimeElapsedColumn, track
 from rich.text import Text
 
 import ndcompile as nd
@@ -20,7 +20,7 @@ from ndcompile.demo.train import PRECISIONS, Settings
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshError
 from ndcompile.models import in_float64, load_model
-from ndcompile.tables import collectives_table, parameters_table, print_source
+from ndcompile.tables import collectives_table, duties_table, parameters_table, print_source
 from ndcompile.verify.graph_mutants import GraphMutant, graph_mutants
 from ndcompile.verify.mutants import Mutant, mutants
 from ndcompile.verify.score import Judge, Score
@@ -66,12 +66,15 @@ def inspect(
     source: Annotated[bool, typer.Option(help="Print the emitted source.")] = True,
     out: Annotated[Path | None, typer.Option(help="Also write the emitted source to this file.")] = None,
 ) -> None:
-    """Show what a model becomes on a mesh, without running it: collectives, parameters on a rank, source."""
+    """Show what a model becomes on a mesh, without running it: collectives, parameters on a rank, who reduces which
+    gradient, source.
+    """
     with user_errors():
         made, example_inputs = load_model(model)
         program = nd.compile(made, mesh, example_inputs)
     console.print(collectives_table(program))
     console.print(parameters_table(program))
+    console.print(duties_table(program))
     for mask in program.dense_masks():
         console.print(f"{mask}   {mask.source}", markup=False)
     if source:
@@ -87,6 +90,7 @@ def verify(
     seeds: Annotated[int, typer.Option(min=1, help="Samples in the prime field.")] = 3,
     microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a step.")] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Also write it as a page to this file.")] = None,
 ) -> None:
     """Compare what a model becomes on a mesh with the model on one device, in exact arithmetic, in one process.
 
@@ -94,10 +98,14 @@ def verify(
     """
     with user_errors():
         made, example_inputs = load_model(model)
-        report = nd.verify(nd.compile(made, mesh, example_inputs), made, seeds=seeds, microbatches=microbatches)
+        program = nd.compile(made, mesh, example_inputs)
+        with progress_bar() as progress:
+            report = nd.verify(program, made, seeds=seeds, microbatches=microbatches, progress=progress)
     console.print(Text(str(report)), soft_wrap=True)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_json(), indent=1))
+    if html_file is not None:
+        html_file.write_text(report.to_html())
     raise typer.Exit(0 if report else 1)
 
 
@@ -125,6 +133,19 @@ def mutate(
     for mutant, verdict in found.unseen:
         console.print(Text(f"{verdict}: {mutant}"), soft_wrap=True)
     raise typer.Exit(0 if found.score == 1 else 1)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal, and nothing elsewhere: what to call with a text, the steps that are done, and all."""
+    columns = (*Progress.get_default_columns()[:3], TimeElapsedColumn())
+    with Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
+        task = bar.add_task("")
+
+        def tell(what: str, done: int, steps: int) -> None:
+            bar.update(task, description=what, completed=done, total=steps, refresh=True)
+
+        yield tell
 
 
 @contextmanager

@@ -352,8 +352,8 @@ def _put_slice(build: Builder, view: fx.Node, whole: fx.Node, part: fx.Node) -> 
         return part
     start, end, step = given["start"], given["end"], given["step"]
     place = [given["dim"], start, None if isinstance(end, int) and end >= 1 << 62 else end, step]
-    while place[-1] in (None, 1) and len(place) > 2:
-        place.pop()
+    if step == 1:
+        place = place[:2] if place[2] is None else place[:3]
     return _scattered(build, aten.slice_scatter.default, whole, part, *place)
 
 

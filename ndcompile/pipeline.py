@@ -121,6 +121,7 @@ PIPELINE: tuple[Step, ...] = (
             checks.reductions_state_their_dtype,
             checks.reduced_exactly_once,
             checks.same_collectives_on_every_rank,
+            checks.waited_before_use,
             lambda graph, mesh: checks.ops_are_legal(graph, mesh, signature),
         ),
     ),

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ndcompile.checks import Duty, duties
 from ndcompile.choose import Problem
 from ndcompile.codegen.emit import Emitted, Names
 from ndcompile.dense import DenseMask, dense_masks
+from ndcompile.duties import Duties, duties
 from ndcompile.errors import CompileError
 from ndcompile.explain import explain
 from ndcompile.fold import unfold
@@ -103,8 +103,8 @@ class Program:
         """The masks of attention that have no name: tensors of queries by keys."""
         return dense_masks(self.graph, self.mesh)
 
-    def duties(self) -> list[Duty]:
-        """Who reduces what: a row for each parameter, axis and use, with the dtype of the reduction."""
+    def duties(self) -> Duties:
+        """Who reduces what: a row for each parameter, axis and use, with the dtype and bytes; `print` shows a table."""
         return duties(self.graph, self.mesh)
 
     def explain(self, name: str) -> str:

@@ -9,6 +9,8 @@ import sympy
 import torch
 from torch import fx
 
+from ndcompile.errors import CompileError
+
 
 def size_node(graph: fx.Graph, expression: sympy.Expr) -> Any:
     """A number where the expression is one, else a node, made where the graph inserts; each carries `size`."""
@@ -16,8 +18,8 @@ def size_node(graph: fx.Graph, expression: sympy.Expr) -> Any:
         return int(expression)
     if expression.is_Symbol:
         return _measured(graph, expression)
-    operation = operator.add if expression.is_Add else operator.mul
-    total, *rest = [size_node(graph, base) for factor in expression.args for base in _repeated(factor)]
+    operation, terms = _parts(expression)
+    total, *rest = [size_node(graph, term) for term in terms]
     for part in rest:
         total = graph.call_function(operation, (total, part))
         total.meta = dict(module="", source=None)
@@ -35,6 +37,26 @@ def _measured(graph: fx.Graph, symbol: sympy.Symbol) -> fx.Node:
     raise AssertionError(f"no input has a dim of size {symbol}")
 
 
-def _repeated(factor: sympy.Expr) -> list[sympy.Expr]:
-    base, exponent = factor.as_base_exp()
-    return [base] * int(exponent)
+def _parts(size: sympy.Expr) -> tuple[Any, list[sympy.Expr]]:
+    """An operation, and what it joins."""
+    name = type(size).__name__
+    if size.is_Add:
+        return operator.add, list(size.args)
+    if name in DIVISIONS:
+        return DIVISIONS[name], list(size.args)
+    powers = [factor.as_base_exp() for factor in sympy.Mul.make_args(size)]
+    if (size.is_Mul or size.is_Pow) and all(exponent.is_Integer and exponent > 0 for _, exponent in powers):
+        return operator.mul, [base for base, exponent in powers for _ in range(int(exponent))]
+    raise CompileError(
+        f"a tensor's size is {size}, which cannot be computed on a mesh",
+        tries="sizes that are sums, products, quotients",
+    )
+
+
+DIVISIONS = {
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+}
+"""The tracer's classes of sizes that are computed of two."""

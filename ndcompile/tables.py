@@ -11,6 +11,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from ndcompile.cost import NOMINAL
+from ndcompile.duties import Duties
 from ndcompile.listing import Collective
 from ndcompile.program import Program
 
@@ -25,18 +26,28 @@ Counts = dict[Row, dict[str, tuple[int, int]]]
 
 def collectives_table(program: Program) -> Table:
     """One row for each axis and kind of collective in a block; blocks with equal rows are one, with their number."""
-    table = Table(title=f"collectives on {program.mesh}", caption=f"bytes are of whole values, at {_sizes()}")
+    table = Table(title=f"collectives on {program.mesh}", caption=f"bytes are of whole values, at {nominal_sizes()}")
     for name in ("block", "axis", "collective"):
         table.add_column(name)
     table.add_column("forward", justify="right")
     table.add_column("backward", justify="right")
-    for blocks, counts in grouped(program.collectives()):
-        title = block_title(blocks)
-        for (axis, kind), sides in sorted(counts.items()):
-            table.add_row(title, axis, kind, *(_amount(sides.get(side)) for side in ("forward", "backward")))
-            title = ""
+    for rows in collectives_rows(program):
+        for row in rows:
+            table.add_row(*row)
         table.add_section()
     return table
+
+
+def collectives_rows(program: Program) -> list[list[tuple[str, ...]]]:
+    """The rows of that table, blocks apart: the first of each names its blocks."""
+    found = []
+    for blocks, counts in grouped(program.collectives()):
+        rows, title = [], block_title(blocks)
+        for (axis, kind), sides in sorted(counts.items()):
+            rows.append((title, axis, kind, _amount(sides.get("forward")), _amount(sides.get("backward"))))
+            title = ""
+        found.append(rows)
+    return found
 
 
 def axis_table(collectives: Iterable[Collective]) -> Table:
@@ -88,6 +99,16 @@ def parameters_table(program: Program) -> Table:
     return table
 
 
+def duties_table(program: Program) -> Table:
+    """Who reduces which gradient, in which dtype, and how many bytes of it; equal blocks are one row."""
+    table = Table(title="who reduces which gradient", caption="bytes are what a rank gives to each reduction")
+    for name in Duties.HEAD:
+        table.add_column(name, justify="right" if name in ("bytes", "uses") else "left")
+    for row in program.duties().rows():
+        table.add_row(*row)
+    return table
+
+
 def print_source(source: str, console: Console) -> None:
     """Python source: coloured on a terminal, as it is in a file or a pipe."""
     if console.is_terminal:
@@ -114,7 +135,8 @@ def amount(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def _sizes() -> str:
+def nominal_sizes() -> str:
+    """At which sizes bytes are told."""
     return ", ".join(f"{name} = {size}" for name, size in NOMINAL.items())
 
 

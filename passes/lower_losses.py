@@ -74,7 +74,7 @@ def _cross_entropy(build: Builder, node: fx.Node) -> fx.Node:
     reduced = _reduced(build, losses, given["reduction"], count)
     if given["reduction"] == NONE and node.meta["sizes"] != tokens:
         sizes, dtype = node.meta["sizes"], node.meta["dtype"]
-        reduced = build(aten.reshape.default, reduced, list(sizes), sizes=sizes, dtype=dtype)
+        reduced = build(aten.reshape.default, reduced, [build.number(n) for n in sizes], sizes=sizes, dtype=dtype)
     return reduced
 
 

@@ -15,6 +15,7 @@ from torch import fx, nn
 import ndcompile as nd
 from ndcompile import checks, runtime
 from ndcompile.checks import CheckError
+from ndcompile.duties import duties
 from ndcompile.mesh import MeshAxis, MeshSpec
 from ndcompile.placement import I, Layout, P, Placement, R, S
 from ndcompile.route import Move
@@ -77,9 +78,12 @@ def legal(graph: fx.GraphModule, mesh: MeshSpec) -> None:
 
 
 def complaint(check: Callable[[fx.GraphModule, MeshSpec], None], graph: fx.GraphModule, mesh: str = "tp=2") -> str:
+    """The text of the error, without its last line, which every one of them has."""
     with pytest.raises(CheckError) as caught:
         check(graph, MeshSpec.parse(mesh))
-    return str(caught.value)
+    *text, tries = str(caught.value).splitlines()
+    assert tries.removeprefix("  try     ") in (checks.REPORT, checks.RULE, checks.WAIT), "it says what to try"
+    return "\n".join(text)
 
 
 ALL = (
@@ -91,6 +95,7 @@ ALL = (
     checks.reductions_state_their_dtype,
     checks.reduced_exactly_once,
     checks.same_collectives_on_every_rank,
+    checks.waited_before_use,
     legal,
 )
 
@@ -324,6 +329,29 @@ def test_a_collective_over_an_axis_that_the_mesh_lacks() -> None:
     )
 
 
+@pytest.mark.parametrize("waited", [False, True])
+def test_a_collective_whose_result_is_used_before_it_is_waited_for(waited: bool) -> None:
+    graph = graph_of()
+    insert(graph, "gelu", torch.ops._c10d_functional.all_reduce.default, "sum", "tp")
+    if waited:
+        insert(graph, "all_reduce_default", torch.ops._c10d_functional.wait_tensor.default)
+        checks.waited_before_use(graph, MeshSpec.parse("tp=2"))
+    else:
+        assert complaint(checks.waited_before_use, graph) == (
+            "%all_reduce_default starts _c10d_functional.all_reduce.default, and %linear_1 uses it\n"
+            "  node    %all_reduce_default\n"
+            f"  source  {MLP_LINE}\n"
+            "  why     until it is waited for, the result of a collective is not there"
+        )
+
+
+def test_a_collective_that_nobody_waits_for() -> None:
+    graph = graph_of()
+    started = insert(graph, "gelu", torch.ops._c10d_functional.all_reduce.default, "sum", "tp")
+    started.replace_all_uses_with(node(graph, "gelu"), delete_user_cb=lambda user: user is not started)
+    assert ", and nothing waits for it\n" in complaint(checks.waited_before_use, graph)
+
+
 # ---- duties --------------------------------------------------------------------------------------------------------
 
 
@@ -339,8 +367,8 @@ def test_the_gradient_of_a_norm_weight_that_nobody_sums() -> None:
     assert complaint(checks.reduced_exactly_once, graph) == (
         "the gradient of 'layers.0.norm.weight' is reduced 0 times over axis 'tp'\n"
         f"  node    %{use.name}\n"
-        "  why     it is P at this use, so it is due 1 time\n"
-        "  try     report this: a conversion was lost or put twice"
+        "  source  models.py:33   return x + self.mlp(self.norm(x))\n"
+        "  why     it is P at this use, so it is due 1 time"
     )
 
 
@@ -357,7 +385,7 @@ def test_a_gradient_that_is_summed_twice() -> None:
     insert(graph, first.name, first.target, "tp", move=first.meta["move"])
     text = complaint(checks.reduced_exactly_once, graph)
     assert text.startswith("the gradient of 'layers.0.norm.weight' is reduced 2 times over axis 'tp'\n")
-    assert "why     it is P at this use, so it is due 1 time\n" in text
+    assert "why     it is P at this use, so it is due 1 time" in text
 
 
 def test_a_gradient_that_is_summed_though_every_rank_has_its_own_part() -> None:
@@ -368,15 +396,29 @@ def test_a_gradient_that_is_summed_though_every_rank_has_its_own_part() -> None:
     assert str(weight.meta["layout"]) == "tp S(0)"
     text = complaint(checks.reduced_exactly_once, graph)
     assert text.startswith("the gradient of 'up.weight' is reduced 1 times over axis 'tp'\n")
-    assert "why     it is S(0) at this use, so it is due 0 times\n" in text
+    assert "why     it is S(0) at this use, so it is due 0 times" in text
 
 
 def test_the_duty_table_says_who_reduces_what_in_which_dtype() -> None:
     mesh = MeshSpec.parse("dp_shard=2, tp=2")
-    rows = {(d.parameter, d.axis): str(d) for d in checks.duties(graph_of("stack", str(mesh)), mesh)}
+    rows = {(d.parameter, d.axis): str(d) for d in duties(graph_of("stack", str(mesh)), mesh)}
     assert rows["layers.0.norm.weight", "tp"].split("gradient ")[1] == "P, all_reduce torch.float32"
     assert rows["layers.0.mlp.up.weight", "tp"].split("gradient ")[1] == "S(0), – "
     assert rows["layers.0.mlp.up.weight", "dp_shard"].split("gradient ")[1] == "P, reduce_scatter torch.float32"
+
+
+def test_the_duty_table_prints_equal_blocks_as_one_row() -> None:
+    """Bytes by hand, of float32: 31 × 12 tokens and 20 × 12 up weights, of which tp shards a dim; a norm's 12."""
+    table = str(nd.compile(Stack(4), "dp_shard=2, tp=2", tokens()).duties()).splitlines()
+    assert table[:5] == [
+        "parameter                 axis      gradient  reduced by      in       bytes  uses",
+        "tokens.weight             dp_shard  P         reduce_scatter  float32    744     1",
+        "tokens.weight             tp        S(1)      –               –            0     1",
+        "layers.*.norm.weight      dp_shard  P         reduce_scatter  float32     48     4",
+        "layers.*.norm.weight      tp        P         all_reduce      float32     48     4",
+    ]
+    assert "layers.*.mlp.up.weight    dp_shard  P         reduce_scatter  float32    480     4" in table
+    assert len(table) == 1 + 2 * (1 + 6 + 1)
 
 
 # ---- the deduction -------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The command line, as a user calls it."""
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,23 @@ def test_verify_says_what_is_equal_and_writes_json(ndcompile: Callable[..., Resu
     assert "equal to one device" in done.stdout and "the difference is 0" in done.stdout
     report = json.loads(Path("report.json").read_text())
     assert report["equal"] is True and [claim["held"] for claim in report["claims"]] == [True, True, True]
+
+
+def test_verify_writes_a_page(ndcompile: Callable[..., Result]):
+    done = ndcompile("verify", "my_models:mlp", "--mesh", "tp=2", "--seeds", "1", "--html", "report.html")
+    assert done.exit_code == 0, done.output
+    assert "equal to one device" in Path("report.html").read_text()
+    assert not done.stderr, "no bar where there is no terminal"
+
+
+def test_the_bar_goes_from_nothing_to_the_end(monkeypatch: pytest.MonkeyPatch):
+    shown = Console(force_terminal=True, file=io.StringIO(), width=100)
+    monkeypatch.setattr(cli, "errors", shown)
+    with cli.progress_bar() as tell:
+        tell("types", 0, 4)
+        tell("done", 4, 4)
+    text = shown.file.getvalue()
+    assert "types" in text and "0%" in text and "100%" in text
 
 
 def test_verify_ends_with_status_1_on_a_difference(ndcompile: Callable[..., Result], monkeypatch: pytest.MonkeyPatch):

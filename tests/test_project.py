@@ -36,7 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "borders": set(),
     "fold": {"borders"},
     "capture": {"size", "autocast", "inputs", "twin", "regions", "borders", "fold", "functional", "literals"},
-    "checks": {"placement", "mesh"},
+    "checks": {"placement", "mesh", "duties"},
+    "duties": {"placement", "mesh"},
     "codegen": {"placement", "mesh", "size", "rules", "fold"},
     "runtime": {"placement", "mesh"},
     "choose": {"rules", "route", "cost", "placement", "mesh", "size"},
@@ -164,7 +165,8 @@ def test_wheel_holds_the_tree(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (wheel,) = copy.glob("wheel/*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    expected = {wheel_name(path) for path in MODULES.values()} | {"ndcompile/py.typed"}
+    data = {"ndcompile/py.typed", "ndcompile/verify/report.html"}
+    expected = {wheel_name(path) for path in MODULES.values()} | data
     assert names == expected
 
 

@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch import fx
 
+from ndcompile.codegen.written import written
 from ndcompile.mesh import MeshSpec
 from ndcompile.rules.notation import Signature
 from ndcompile.rules.registry import arguments, op_name, operands
@@ -153,10 +154,10 @@ class SizeNames:
         for node in graph.graph.nodes:
             for value, dim, text in self._products(node):
                 equal.add((str(dims[value.name][dim]), text))
-            for dim, written in enumerate(dims.get(node.name, ())):
+            for dim, name in enumerate(dims.get(node.name, ())):
                 also = self.names.get(self.root((node.name, dim)))
-                if written is not None and also is not None:
-                    equal.add((also, written))
+                if name is not None and also is not None:
+                    equal.add((also, name))
             equal |= set(self._sums(node, dims))
         least = [found for node in graph.graph.nodes for found in self._reached(node)]
         return SizeFacts(dict(self.table), dims, sorted(pair for pair in equal if pair[0] != pair[1]), least)
@@ -210,6 +211,8 @@ class SizeNames:
             return
         if name == "aten.cat.default":
             yield str(dims[node.name][dim]), " + ".join(str(dims[v.name][dim]) for v in values)
+        elif not isinstance(values[0].meta["sizes"][dim], int):
+            yield str(dims[node.name][dim]), str(node.meta["sizes"][dim])
         elif arguments(node)["step"] == 1:
             yield str(dims[node.name][dim]), self._length(values[0], dim, arguments(node))
 
@@ -232,11 +235,15 @@ class SizeNames:
 
     def expression(self, size: Any) -> str:
         """A global size in `b` (this rank's batch) and `s` (the whole sequence)."""
-        data = [a.name for a in self.mesh.axes if a.kind.startswith("dp_")]
-        text = str(sympy.factor(size))
-        if "b" in {str(symbol) for symbol in sympy.sympify(size).free_symbols} and data:
-            text = " * ".join([text, *(f"{axis_name((axis,))}.size" for axis in data)])
-        return text
+        ranks = [f"{axis_name((a.name,))}.size" for a in self.mesh.axes if a.kind.startswith("dp_")]
+        size = sympy.factor(size)
+        batch = next((symbol for symbol in size.free_symbols if str(symbol) == "b"), None)
+        if batch is None or not ranks:
+            return written(size)
+        if "b" not in {str(symbol) for symbol in (size / batch).free_symbols} and not size.is_Add:
+            return " * ".join([written(size), *ranks])
+        whole = sympy.Symbol(f"({' * '.join(['b', *ranks])})", positive=True, integer=True)
+        return written(size.subs(batch, whole))
 
     def local(self, node: fx.Node, dim: int) -> str:
         """The size of a dim on this rank, by the node's layout."""
@@ -247,7 +254,7 @@ class SizeNames:
             return f"{axis_name((axes[0],))}.part({self.whole(node, dim)})"
         data = {a.name for a in self.mesh.axes if a.kind.startswith("dp_")}
         if "b" in size.symbols and data <= set(axes):
-            text, axes = str(sympy.factor(node.meta["sizes"][dim])), tuple(a for a in axes if a not in data)
+            text, axes = written(node.meta["sizes"][dim]), tuple(a for a in axes if a not in data)
         else:
             text = self.whole(node, dim)
         return " // ".join(

@@ -14,8 +14,11 @@ from ndcompile.rules.notation import Call, RuleError, line, tokens
 from ndcompile.rules.trial import Outputs, Trial
 from ndcompile.size import Shape, Size
 
-WAYS = ((2,), (3,), (2, 2))
-"""The axes on which each row is tried."""
+WAYS = ((2,), (3,), (4,), (2, 2), (2, 3), (3, 2))
+"""The axes on which each row is tried; of two that shard one dim the first is the major one."""
+
+PAIRS = 12
+"""Of each call's pairs of rows on two axes, at most so many are tried."""
 
 Sizes = dict[str, int]
 
@@ -49,7 +52,7 @@ def _refused(op: Any, text: str, why: str) -> RuleError:
 def _check(op: Any, text: str, trial: Trial) -> None:
     try:
         for ways in WAYS:
-            trial.check(*ways)
+            trial.check(*ways, most=PAIRS)
     except RuleError as error:
         raise _refused(op, text, str(error)) from error
 
@@ -60,11 +63,11 @@ def _lists(text: str) -> list[tuple[str, ...]]:
 
 
 def _draws(text: str) -> Iterator[list[tuple[int, ...]]]:
-    """Sizes of the operands: that divide, that do not, with fewer leading dims, and with leading dims of size 1."""
+    """Sizes of the operands: that divide, that do not, of 1, with fewer leading dims, with leading dims of size 1."""
     operands, output = tokens(text)
     names = sorted({token.rstrip("!") for part in (*operands, output) for token in part} - {"*", "1"})
     choose = random.Random(0)
-    for stars, pool in itertools.product((1, 2, 0), ((12, 4, 6, 18, 24), (5, 7, 9, 6, 11))):
+    for stars, pool in itertools.product((1, 2, 0), ((12, 4, 6, 18, 24), (5, 7, 9, 6, 11), (8, 3, 1, 2, 13))):
         picked = choose.sample(pool, min(len(names), len(pool))) + [6] * len(names)
         sizes = {"1": 1, **dict(zip(names, picked, strict=False))}
         leading = tuple(choose.sample((6, 4, 5, 12), stars))

@@ -9,12 +9,15 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from ndcompile import checks, pipeline
+from ndcompile.duties import duties
 from ndcompile.errors import CompileError
 from ndcompile.program import Program
 from ndcompile.verify.arithmetic import PRIME, Domain, Field, Float64, NotInDomain, ZeroDenominator
@@ -26,6 +29,8 @@ from ndcompile.verify.sample import Sample, draw, symbol_sizes
 from ndcompile.verify.shrink import Small, parameter_count, shrink
 
 __all__ = ["Claim", "Report", "verify"]
+
+Progress = Callable[[str, int, int], None]
 
 FAILURES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError, AttributeError, NameError)
 """What a wrong program may raise when it runs."""
@@ -45,21 +50,30 @@ def verify(
     seeds: int = 3,
     microbatches: int = 2,
     source: str | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
 ) -> Report:
     """Check that the emitted text computes what the reference graph computes: results, every gradient on every rank,
     the gradient norm, and the parameters after two clipped steps of AdamW over `microbatches` each.
 
     Needs no process group and no GPU. `model` is needed where it has integer buffers. `source` is another text to run
     in place of the program's. A large program runs at small sizes on a small mesh, with its own text (`shrink`).
+    All ranks run on `device`, the CPU or one GPU. `progress(what, done, steps)` is called before each step and at the end.
     """
+    tell = _counting(progress, seeds + 3)
+    tell("types")
     types = _types(program)
     exact, float64 = _Layer(), _Layer()
+    tell("sizes")
     cases = _cases(program, model)
     for seed in range(seeds):
+        tell(f"F_p, sample {seed + 1} of {seeds}")
         if exact.held is not False:
-            _run(cases[seed % len(cases)], model, Field, seed, microbatches, source, exact)
+            _run(cases[seed % len(cases)], model, Field, seed, microbatches, source, exact, device)
     float64.located = bool(exact.differences)
-    _run(cases[0], model, Float64, 0, microbatches, source, float64)
+    tell("float64")
+    _run(cases[0], model, Float64, 0, microbatches, source, float64, device)
+    tell("done")
     worst = exact if exact.held is False else float64
     return Report(
         f"{program.manifest.model} on {program.mesh}",
@@ -68,7 +82,15 @@ def verify(
         worst.differences,
         worst.begins,
         _not_checked(exact),
+        program,
+        source or str(program),
     )
+
+
+def _counting(progress: Progress | None, steps: int) -> Callable[[str], None]:
+    """Tells `progress` what begins, and how many steps came before it."""
+    done = itertools.count()
+    return lambda what: progress(what, next(done), steps) if progress else None
 
 
 def _not_checked(exact: _Layer) -> list[str]:
@@ -149,12 +171,12 @@ class _Layer:
 
 def _run(
     program: Program, model: nn.Module | None, kind: type[Domain], seed: int, microbatches: int, source: str | None,
-    layer: _Layer,
+    layer: _Layer, device: torch.device | str = "cpu",
 ) -> None:  # fmt: skip
     """One sample through the reference and the ranks; another one where chance brings a zero denominator."""
     begin = time.perf_counter()
     for attempt in range(ATTEMPTS):
-        domain = kind(seed + 1000 * attempt)
+        domain = kind(seed + 1000 * attempt, device)
         sample = draw(program, domain, model, microbatches)
         try:
             _compare(program, sample, domain, source, layer)
@@ -198,7 +220,7 @@ def _types(program: Program) -> Claim:
         moves = sum("move" in n.meta for n in nodes)
         evidence = [
             f"{len(nodes)} values have legal layouts, {moves} conversions are rows of the table, "
-            f"{len(checks.duties(program.folded, program.mesh))} uses of parameters are reduced exactly once"
+            f"{len(duties(program.folded, program.mesh))} uses of parameters are reduced exactly once"
         ]
         held = True
     except checks.CheckError as error:

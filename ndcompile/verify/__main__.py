@@ -57,14 +57,8 @@ def main() -> None:
 def _run(asked: argparse.Namespace, store: Any, rank: int, world_size: int) -> Report:
     """Join the others, and verify."""
     timeout = timedelta(seconds=asked.timeout)
-    if torch.cuda.is_available():
-        local = int(os.environ["LOCAL_RANK"])
-        if local >= torch.cuda.device_count():
-            raise CompileError(
-                f"rank {rank} has no GPU of its own: there are {torch.cuda.device_count()}",
-                tries=("as many processes as GPUs", "CUDA_VISIBLE_DEVICES= in front, for gloo on the CPU"),
-            )
-        device = torch.device("cuda", local)
+    if _on_gpus():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group(
             "nccl", store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
@@ -79,10 +73,14 @@ def _run(asked: argparse.Namespace, store: Any, rank: int, world_size: int) -> R
     )  # fmt: skip
 
 
+def _on_gpus() -> bool:
+    return torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+
+
 def _modes(asked: argparse.Namespace) -> list[str]:
     if asked.compile or asked.eager:
         return ["compiled" if asked.compile else "eager"]
-    return ["eager", "compiled"] if torch.cuda.is_available() else ["eager"]
+    return ["eager", "compiled"] if _on_gpus() else ["eager"]
 
 
 def _show(report: Report, file: Path | None, rank: int) -> None:

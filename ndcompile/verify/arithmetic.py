@@ -34,9 +34,11 @@ class Domain(ABC):
     degree: int = 0
     """An estimate of the degree of what is computed, as a rational function: its products and denominators."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
         self.seed = seed
+        self.device = torch.device(device)
         self.generator = torch.Generator().manual_seed(seed)
+        """On the CPU: what is drawn is the same on every device."""
 
     @abstractmethod
     def run(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -49,6 +51,10 @@ class Domain(ABC):
     @abstractmethod
     def draw(self, shape: Sequence[int], positive: bool = False) -> Tensor:
         """A random tensor: a parameter, an input, a cotangent."""
+
+    def stored(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """What is drawn, as a value of the program's dtype: here there is one dtype for all."""
+        return x
 
     @abstractmethod
     def reduce(self, op: str, values: Sequence[Tensor]) -> Tensor:
@@ -92,7 +98,7 @@ class Float64(Domain):
         return x.double() if x.is_floating_point() else x
 
     def draw(self, shape: Sequence[int], positive: bool = False) -> Tensor:
-        x = torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64)
+        x = torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64).to(self.device)
         if positive:
             return x.abs() + 0.5
         return x / math.sqrt(max(1, shape[-1])) if len(shape) > 1 else x
@@ -104,7 +110,8 @@ class Float64(Domain):
     def distance(self, a: Tensor, b: Tensor, least: float) -> float:
         if a.shape != b.shape:
             return math.inf
-        far = float((a.double() - b.double()).norm()) / max(float(b.double().norm()), least)
+        a, b = a.detach().double(), b.detach().double()
+        far = float((a - b).norm()) / max(float(b.norm()), least)
         return far if far == far else math.inf
 
 
@@ -134,16 +141,16 @@ class Field(Domain):
     name = "F_p"
     exact = True
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
+    def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(seed, device)
         self._functions: dict[Any, Tensor] = {}
-        self._inverses = inverses()
+        self._inverses = inverses().to(self.device)
         self.infinite = False
 
     # ---- elements ------------------------------------------------------------------------------------------------
 
     def draw(self, shape: Sequence[int], positive: bool = False) -> Tensor:
-        return torch.randint(1, PRIME, tuple(shape), generator=self.generator).double()
+        return torch.randint(1, PRIME, tuple(shape), generator=self.generator).double().to(self.device)
 
     def number(self, x: float | int | bool) -> float:
         """A constant as an element: exact where it is a rational of small numerator and denominator."""
@@ -178,7 +185,7 @@ class Field(Domain):
         return torch.where(x.isinf(), x, x.remainder(PRIME))
 
     def inverse(self, x: Tensor | float) -> Tensor:
-        x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+        x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device=self.device)
         if bool((x == 0).any()):
             raise ZeroDenominator("a denominator is 0 modulo p")
         self.degree += x.numel()
@@ -188,7 +195,7 @@ class Field(Domain):
         """A random function of an element, the same for the same name; of minus infinity it is 0."""
         if name not in self._functions:
             seed = torch.Generator().manual_seed(scrambled(self.seed, name))
-            self._functions[name] = torch.randint(0, PRIME, (PRIME,), generator=seed).double()
+            self._functions[name] = torch.randint(0, PRIME, (PRIME,), generator=seed).double().to(self.device)
         if self.infinite:
             finite = x.isfinite()
             return torch.where(finite, look_up(self._functions[name], torch.where(finite, x, 0.0)), 0.0)
@@ -198,7 +205,7 @@ class Field(Domain):
         """Each element's place in the random total order."""
         if "order" not in self._functions:
             seed = torch.Generator().manual_seed(scrambled(self.seed, "order"))
-            self._functions["order"] = torch.randperm(PRIME, generator=seed).double()
+            self._functions["order"] = torch.randperm(PRIME, generator=seed).double().to(self.device)
         if self.infinite:
             finite = x.isfinite()
             return torch.where(finite, look_up(self._functions["order"], torch.where(finite, x, 0.0)), x)

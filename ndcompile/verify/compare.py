@@ -91,7 +91,7 @@ def _pairs(program: Program, right: Step, found: Step, rank: int) -> Iterator[tu
     total = norm(right.norm)
     for name, gradient in right.gradients.items():
         expected = None if gradient is None else part(gradient, dims[name], mesh, rank)
-        yield f"gradient of {name}", found.gradients[name], expected, max(1e-6 * total, norm_of(gradient))
+        yield f"gradient of {name}", found.gradients[name], expected, max(1e-6 * total, norm_of(gradient), 1e-30)
     yield "gradient norm", found.norm, right.norm, 1e-30
     for name, parameter in right.parameters.items():
         least = max(LEARNING_RATE * parameter.numel() ** 0.5, norm(parameter))

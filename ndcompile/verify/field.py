@@ -229,7 +229,7 @@ def _pad(d: Field, x: Tensor, pad: Sequence[int], value: Any = 0) -> Tensor:
 
 
 def _cast(d: Field, x: Tensor, **kwargs: Any) -> Tensor:
-    dtype = kwargs.get("dtype")
+    dtype, x = kwargs.get("dtype"), x.to(kwargs.get("device") or x.device)
     if dtype is None or dtype.is_floating_point:
         return x.clone()
     return x != 0 if dtype == torch.bool else _whole(x, f"a cast to {dtype}").to(dtype)
@@ -252,7 +252,7 @@ def _histc(d: Field, x: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> 
 
 def _compare(by: Callable[[Tensor, Tensor], Tensor], ordered: bool = True) -> Callable[..., Tensor]:
     def run(d: Field, a: Any, b: Any) -> Tensor:
-        one, two = (torch.as_tensor(d.element(v), dtype=torch.float64) for v in (a, b))
+        one, two = (torch.as_tensor(d.element(v), dtype=torch.float64, device=d.device) for v in (a, b))
         return by(d.order(one), d.order(two)) if ordered else by(one, two)
 
     return run
@@ -358,9 +358,9 @@ def _nll_loss(d: Field, x: Tensor, target: Tensor, weight: Any, reduction: int, 
     counted = target != ignore
     picked = x.gather(1, target.where(counted, 0).unsqueeze(1)).squeeze(1)
     each = d.mod(-picked).masked_fill(~counted, 0)
-    count = torch.tensor(float(counted.sum()), dtype=torch.float64)
+    count = torch.tensor(float(counted.sum()), dtype=torch.float64, device=x.device)
     if reduction == 0:
-        return each, torch.zeros((), dtype=torch.float64)
+        return each, torch.zeros((), dtype=torch.float64, device=x.device)
     return (_div(d, each.sum(), count) if reduction == 1 else d.mod(each.sum())), count
 
 

@@ -73,13 +73,14 @@ def _average_pool_backward(d: Field, gradient: Tensor, x: Tensor, *window: Any) 
     return d.mod(torch.ops.aten.avg_pool2d_backward(each, x, *_summing(window)))
 
 
-DEFAULTS = ([], [0, 0], False, True, None)
+DEFAULTS: tuple[Any, ...] = ([], [0, 0], False, True, None)
 """Of an average pool's stride, padding, ceil_mode, count_include_pad and divisor_override."""
 
 
 def _summing(window: Sequence[Any]) -> tuple[Any, ...]:
     """An average pool's window, for the sum of what it holds: divided by one."""
-    return (*window, *DEFAULTS[len(window) - 1 :])[:5] + (1,)
+    whole = (*window, *DEFAULTS[len(window) - 1 :])
+    return (*whole[:5], 1)
 
 
 def _shares(d: Field, x: Tensor, window: Sequence[Any]) -> Tensor:

@@ -86,7 +86,7 @@ def run_ranks(spec: MeshSpec, domain: Domain, function: Callable[[int], T]) -> l
 
 def run_one(domain: Domain, function: Callable[[], T]) -> T:
     """`function()` on one device, in this arithmetic."""
-    with private.dispatched(domain.run):
+    with torch.autograd.set_multithreading_enabled(False), private.dispatched(domain.run):
         return function()
 
 
@@ -117,7 +117,8 @@ class _Lockstep(Generic[T]):
         rank.go.acquire()
         try:
             if not self.over:
-                with private.dispatched(lambda op, args, kwargs: self._op(rank, op, args, kwargs)):
+                own = private.dispatched(lambda op, args, kwargs: self._op(rank, op, args, kwargs))
+                with torch.autograd.set_multithreading_enabled(False), own:  # a GPU's ranks share one such thread
                     rank.result = self.function(rank.number)
                 if rank.flying:
                     raise NeverWaitedFor(f"rank {rank.number} started {len(rank.flying)} collectives too many")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import BY_NAME, REDUCING
+from ndcompile.verify.reorder import BUCKET, EVERYWHERE, HERE, Reordered, reordered
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,11 @@ def _mean(site: Site) -> list[str]:
 
 
 def _maximum(site: Site) -> list[str]:
-    if site.row != "all_reduce" or site.keyword("op") or len(site.call.args) > 2:
+    """A sum becomes a maximum or minimum, and either of these a sum."""
+    if site.row != "all_reduce" or len(site.call.args) > 2:
         return []
-    return [f"{site.name}({site.arguments(op=repr(op))})" for op in ("max", "min")]
+    others = ("sum",) if site.keyword("op") else ("max", "min")
+    return [f"{site.name}({site.arguments(op=repr(op))})" for op in others]
 
 
 def _other_axis(site: Site) -> list[str]:
@@ -197,6 +200,17 @@ def _even(site: Site) -> list[str]:
 
 def _unwaited(site: Site) -> list[str]:
     return [f"wrong.unwaited({site.first}, {site.axis})"] if site.name.startswith("all_reduce") else []
+
+
+def _late(site: Site) -> list[str]:
+    return [f"wrong.late({site.first}, {site.axis})"] if site.name.startswith("all_reduce") else []
+
+
+def _whole(site: Site) -> list[str]:
+    """A value of which each rank should take its part, a mask or positions, and of which it takes all."""
+    if site.name == "arange" and site.axis is not None:
+        return [site.with_axis("None")]
+    return [site.first] if site.row == "chunk" else []
 
 
 def _cast_down(site: Site) -> list[str]:
@@ -276,6 +290,8 @@ OPERATORS: dict[str, Operator] = {
     "local size for global": _local_size,
     "uneven parts as even ones": _even,
     "drop a wait": _unwaited,
+    "delay a wait": _late,
+    "every rank takes the whole": _whole,
     "cast down before a reduction": _cast_down,
     "seeds equal on shards, or unequal on replicas": _seeds,
     "a parameter's gradient not reduced on an axis": _not_reduced,
@@ -294,10 +310,15 @@ REPLACED: dict[str, tuple[tuple[str, str], ...]] = {
 """Operators on what is no call: pieces of text, each occurrence a site."""
 
 
+ORDERS = (HERE, EVERYWHERE, BUCKET)
+"""Operators on several lines."""
+
+
 def mutants(source: str, mesh: MeshSpec) -> Iterator[Mutant]:
     """Every operator at every site of a text."""
-    lines = source.splitlines(keepends=True)
-    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+    lines, tree = source.splitlines(keepends=True), ast.parse(source)
+    yield from (_in_order(lines, change) for change in reordered(tree))
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name = call.func.id if isinstance(call.func, ast.Name) else ""
         if not name or call.lineno != call.end_lineno or (name in BY_NAME and len(call.args) < 2):
             continue
@@ -316,12 +337,21 @@ def mutants(source: str, mesh: MeshSpec) -> Iterator[Mutant]:
                     at = code.find(old, at + 1)
 
 
+def _in_order(lines: list[str], change: Reordered) -> Mutant:
+    changed = [*lines[: change.first - 1], *change.lines, *lines[change.last :]]
+    return Mutant(change.operator, change.first, change.before, change.after, _importing(changed))
+
+
 def _mutant(operator: str, lines: list[str], number: int, start: int, stop: int, text: str) -> Mutant:
     """The text with one piece of a line replaced; columns are counted in bytes, as Python's are."""
     line = lines[number - 1].encode()
     changed = [*lines]
     changed[number - 1] = (line[:start] + text.encode() + line[stop:]).decode()
+    return Mutant(operator, number, line[start:stop].decode(), text, _importing(changed))
+
+
+def _importing(lines: list[str]) -> str:
+    """The text with what the wrong calls need; no line gets another number."""
     imports = "import torch; from ndcompile import runtime; from ndcompile.verify import wrong\n"
-    at = changed.index("import torch\n")
-    changed[at] = imports
-    return Mutant(operator, number, line[start:stop].decode(), text, "".join(changed))
+    at = lines.index("import torch\n")
+    return "".join([*lines[:at], imports, *lines[at + 1 :]])

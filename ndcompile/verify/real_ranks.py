@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from ndcompile import bind
 from ndcompile.api import compile
 from ndcompile.errors import CompileError
 from ndcompile.inputs import Inputs
-from ndcompile.mesh import MeshLike, MeshSpec
+from ndcompile.mesh import MeshLike
 from ndcompile.precision import Precision
 from ndcompile.program import Program
 from ndcompile.runtime.agreement import everyones, together
@@ -28,15 +28,14 @@ from ndcompile.runtime.module import ParallelModule
 from ndcompile.verify import payloads, training
 from ndcompile.verify.delays import delayed
 from ndcompile.verify.error_model import ALLOWED, EXACT, ErrorModel, Measured
-from ndcompile.verify.execute import cotangent_scales, input_dims, result_layouts
-from ndcompile.verify.places import norm, part
+from ndcompile.verify.execute import cotangent_scales, input_dims
+from ndcompile.verify.measure import Ruler, assembled, result_dims
+from ndcompile.verify.places import part
 from ndcompile.verify.report import Claim, Report
-from ndcompile.verify.training import Recipe, Results, Trained
+from ndcompile.verify.training import Recipe, Trained
 
 PRECISIONS = {"bf16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 EPS = {"bf16": 1e-3, "float32": 1e-3, "float64": 1e-8}
-ZERO = 1e-6
-"""A gradient below this part of all of them is zero by mathematics."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,8 @@ class OnRanks:
         together(self._check_batch)
         self.parallel: ParallelModule = bind.bind(program, job.model, program.mesh, _no_other_mode, "check")
         self.inputs = self._own_inputs()
-        self.before = {name: p.detach().clone() for name, p in job.model.named_parameters()}
+        before = {name: p.detach().clone() for name, p in job.model.named_parameters()}
+        self.ruler = Ruler(program, before, job.recipe.learning_rate, exact=job.precision == "float64")
 
     @property
     def device(self) -> torch.device:
@@ -149,18 +149,13 @@ class OnRanks:
     def train(self, exact: Sequence[Trained]) -> list[Trained]:
         """The steps on the mesh, from the model's own parameters; afterwards they are what they were."""
         whole = exact[0].results
-        dims, scales = self._result_dims(whole), dict(zip(whole, cotangent_scales(self.program), strict=False))
+        dims, scales = result_dims(self.program, whole), dict(zip(whole, cotangent_scales(self.program), strict=False))
 
         def cotangent(name: str, shape: Sequence[int]) -> Tensor:
             return part(_cotangent(name, whole[name].shape), dims[name], self.mesh, self.rank) * scales[name]
 
         with training.restored(self.parallel):
             return list(training.on_mesh(self.parallel, self.inputs, cotangent, self.job.recipe))
-
-    def _result_dims(self, whole: Results) -> dict[str, Any]:
-        """How each result that is a tensor lies."""
-        layouts = zip(whole, result_layouts(self.program), strict=False)
-        return {name: layout.dims for name, layout in layouts if layout is not None}
 
     # ---- whole numbers -----------------------------------------------------------------------------------------------
 
@@ -179,58 +174,7 @@ class OnRanks:
 
     def measure(self, taken: Sequence[Trained], right: References) -> list[Measured]:
         """Every tensor of every step, each on the replica where it is furthest from float64."""
-        found = [
-            row
-            for number, steps in enumerate(zip(taken, right.exact, right.low, strict=True))
-            for row in self._of_step(f"step {number}: ", *steps)
-        ]
-        return [_assembled(rows, self.mesh) for rows in zip(*everyones(found), strict=True)]
-
-    def _of_step(self, step: str, mine: Trained, exact: Trained, low: Trained) -> Iterator[_Local]:
-        for name, lies in self._result_dims(exact.results).items():
-            y = exact.results[name]
-            if y.is_floating_point():
-                yield self._local(step + name, lies, mine.results[name], y, low.results[name], 1e-30)
-        total, dims = norm(exact.norm), {n: p.dims for n, p in self.program.manifest.parameters.items()}
-        zero = self.zero(exact)
-        for name, g in exact.gradients.items():
-            if name not in zero:
-                own = mine.gradients.get(name)
-                yield self._local(f"{step}gradient of {name}", dims[name], own, g, low.gradients[name], ZERO * total)
-        for name in mine.gradients.keys() - exact.gradients.keys():
-            yield _Local(f"{step}gradient of {name}, which has none", (), norm(mine.gradients[name]), 0.0, 0.0, 0.0)
-        yield self._local(f"{step}gradient norm", (), mine.norm, exact.norm, low.norm, 1e-30)
-        yield from self._of_parameters(step, mine, exact, low, zero)
-        for name in self.program.manifest.updates:
-            whole = ((),) * exact.buffers[name].dim()
-            yield self._local(f"{step}buffer {name}", whole, mine.buffers[name], exact.buffers[name],
-                              low.buffers[name], 1e-30)  # fmt: skip
-
-    def _of_parameters(
-        self, step: str, mine: Trained, exact: Trained, low: Trained, zero: set[str]
-    ) -> Iterator[_Local]:
-        """What the steps so far have done to each: smaller than the parameter, so that more shows."""
-        right, rough = training.changes(exact.parameters, self.before), training.changes(low.parameters, self.before)
-        for name, change in right.items():
-            if name in zero:
-                continue
-            dims, p = self.program.manifest.parameters[name].dims, self.before[name]
-            own = mine.parameters[name].double() - part(p, dims, self.mesh, self.rank).double()
-            least = max(self.job.recipe.learning_rate * p.numel() ** 0.5, norm(p))
-            yield self._local(f"{step}change of {name}", dims, own, change, rough[name], least)
-
-    def zero(self, exact: Trained) -> set[str]:
-        """Gradients that are zero by mathematics are all rounding: named, not compared (in float64 they are)."""
-        if self.job.precision == "float64":
-            return set()
-        total = sum(norm(g) ** 2 for g in exact.gradients.values()) ** 0.5
-        return {name for name, g in exact.gradients.items() if norm(g) <= ZERO * total}
-
-    def _local(self, what: str, dims: Any, mine: Tensor | None, exact: Tensor, low: Tensor, least: float) -> _Local:
-        right = part(exact, dims, self.mesh, self.rank) if dims else exact
-        fits = mine is not None and mine.shape == right.shape
-        error = float((mine.double() - right).norm()) if fits and mine is not None else float("inf")
-        return _Local(what, tuple(dims), error, float((low.double() - exact).norm()), norm(exact), least)
+        return assembled(everyones(list(self.ruler.steps(self.rank, taken, right.exact, right.low))), self.mesh)
 
     def trained(self, right: References, how: str) -> Claim:
         """The error model over all steps."""
@@ -259,7 +203,7 @@ class OnRanks:
                 f"{tensors}: the furthest is {model.ratio(worst) * EXACT:.1e} away ({where}); {EXACT:.0e} would fail"
             ]
         tight, loose = min(found, key=model.relative_limit), max(found, key=model.relative_limit)
-        zero = self.zero(right.exact[0])
+        zero = self.ruler.zero(right.exact[0].gradients)
         return [
             f"{tensors}: the largest error is {model.ratio(worst):.2f} times what rounding explains ({where}); "
             f"{ALLOWED:g} would fail",
@@ -290,28 +234,6 @@ class OnRanks:
         return Claim(self._kind(f"{how}, delays"), not texts, texts or evidence, time.perf_counter() - begin)
 
 
-@dataclass(frozen=True)
-class _Local:
-    """One rank's part of a `Measured`: how far its part is away."""
-
-    what: str
-    dims: tuple[tuple[str, ...], ...]
-    error: float
-    rounding: float
-    size: float
-    least: float
-
-
-def _assembled(rows: Sequence[_Local], mesh: MeshSpec) -> Measured:
-    """From what all ranks measured of their parts: the error of the whole, on the replica where it is largest."""
-    axes = [axis for axis in mesh.names if any(axis in dim for dim in rows[0].dims)]
-    groups = mesh.groups(*axes) if axes else [[rank] for rank in range(len(rows))]
-    errors = [sum(rows[rank].error ** 2 for rank in group) ** 0.5 for group in groups]
-    worst = max(range(len(groups)), key=lambda i: (errors[i] != errors[i], errors[i]))
-    row = rows[0]
-    return Measured(row.what, errors[worst], row.rounding, row.size, row.least, groups[worst][0])
-
-
 def _unequal(one: Sequence[Trained], two: Sequence[Trained]) -> Iterator[str]:
     """What differs between two runs on this rank, in any bit."""
     for number, (a, b) in enumerate(zip(one, two, strict=True)):
@@ -335,9 +257,6 @@ def _no_other_mode(training: bool) -> Program:
     raise AssertionError("verification stays in the model's present mode")
 
 
-Progress = Callable[[str], None]
-
-
 def verify_on_ranks(
     model: nn.Module,
     mesh: MeshLike,
@@ -356,8 +275,7 @@ def verify_on_ranks(
     `delays` the number of runs with random delays. The report is the same on every rank.
     """
     bind.join_world()
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    job = Job.of(model, example_inputs, precision, steps, device)
+    job = Job.of(model, example_inputs, precision, steps, bind.own_device())
     program = together(lambda: job.compiled(mesh))
     ranks = OnRanks(job, program)
     right = References.of(job, program)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ndcompile.program import Program
 
 
 @dataclass
@@ -28,6 +31,10 @@ class Report:
     begins: str = ""
     """The first value that is wrong, and the line of the emitted text that makes it."""
     not_checked: list[str] = field(default_factory=list)
+    program: Program | None = field(default=None, repr=False)
+    """What the page shows more of: its collectives, and who reduces which gradient."""
+    source: str = field(default="", repr=False)
+    """The text that ran."""
 
     @property
     def equal(self) -> bool:
@@ -58,7 +65,17 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
-        return asdict(self) | dict(equal=self.equal, seconds=self.seconds)
+        claims = [asdict(claim) for claim in self.claims]
+        texts = {name: getattr(self, name) for name in ("title", "sizes", "differences", "begins", "not_checked")}
+        return dict(claims=claims, equal=self.equal, seconds=self.seconds, **texts)
+
+    def to_html(self) -> str:
+        """The same as one page, which loads nothing from elsewhere; with the emitted source, a table of who reduces
+        which gradient and one of the collectives.
+        """
+        from ndcompile.verify.page import page
+
+        return page(self)
 
 
 def _row(label: str, texts: list[str], tail: str = "") -> list[str]:

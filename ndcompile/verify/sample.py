@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from ndcompile.errors import CompileError
 from ndcompile.program import Program
 from ndcompile.rules.registry import arguments, op_name
+from ndcompile.runtime.manifest import as_dtype
 from ndcompile.verify.arithmetic import Domain
 
 
@@ -40,6 +41,16 @@ class Sample:
         """The same sample with copies of the buffers, since a forward may write to them."""
         return replace(self, buffers={name: buffer.clone() for name, buffer in self.buffers.items()})
 
+    def to(self, device: torch.device) -> Sample:
+        """The same sample on a device."""
+        return replace(
+            self,
+            parameters={name: x.to(device) for name, x in self.parameters.items()},
+            buffers={name: x.to(device) for name, x in self.buffers.items()},
+            batches=[[x.to(device) for x in batch] for batch in self.batches],
+            key=self.key.to(device),
+        )
+
     def placeholder(self, node: fx.Node, leaves: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> Tensor:
         """What a placeholder of the reference graph stands for."""
         role, name = node.meta["role"], node.meta.get("name", "")
@@ -52,7 +63,8 @@ class Sample:
     def cotangents(self, found: Sequence[Any], number: int, domain: Domain) -> list[Tensor | None]:
         if number not in self.drawn:
             self.drawn[number] = [
-                domain.draw(y.shape) if isinstance(y, Tensor) and y.requires_grad else None for y in found
+                domain.stored(domain.draw(y.shape), y.dtype) if isinstance(y, Tensor) and y.requires_grad else None
+                for y in found
             ]
         return self.drawn[number]
 
@@ -77,11 +89,11 @@ def draw(
         for _ in range(microbatches)
     ]
     return Sample(
-        {name: domain.draw(plan.shape) for name, plan in manifest.parameters.items()},
+        {name: domain.stored(domain.draw(p.shape), as_dtype(p.dtype)) for name, p in manifest.parameters.items()},
         frozenset(name for name, plan in manifest.parameters.items() if plan.requires_grad),
         manifest.aliases, buffers, list(manifest.inputs), batches,
         torch.tensor(int(torch.randint(1 << 62, (), generator=domain.generator))), steps,
-    )  # fmt: skip
+    ).to(domain.device)  # fmt: skip
 
 
 def symbol_sizes(program: Program) -> dict[str, int]:
@@ -100,7 +112,7 @@ def _input(node: fx.Node, sizes: Mapping[str, int], limit: tuple[int, int | None
     shape = [int(d) if isinstance(d, int) else size_at(d, sizes) for d in node.meta["sizes"]]
     dtype, generator = node.meta["dtype"], domain.generator
     if dtype.is_floating_point:
-        return domain.draw(shape)
+        return domain.stored(domain.draw(shape), dtype)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     high, ignored = limit
@@ -130,7 +142,7 @@ def _buffer(name: str, node: fx.Node, domain: Domain, model: nn.Module | None) -
     if node.meta["role"] == "constant" and isinstance(value, Tensor):
         return domain.encode(value)
     if node.meta["dtype"].is_floating_point:
-        return domain.draw([int(d) for d in node.meta["sizes"]], positive=True)
+        return domain.stored(domain.draw([int(d) for d in node.meta["sizes"]], positive=True), node.meta["dtype"])
     if not isinstance(value, Tensor) or value.is_meta:
         raise CompileError(
             f"verify needs the values of buffer '{name}'",

@@ -26,8 +26,8 @@ UNSEEN = ("equivalent", "not said", "too long", "alive")
 VERDICTS = (*SEEN, *UNSEEN)
 """What saw a mutant, the first of these. `collectives`: the ranks' do not fit together, or are not waited for.
 `equivalent`: nothing saw it, and with more samples and on other seeds the difference is exactly 0 as well; `alive`:
-there it was not. `not said`: nothing saw it, and the prime field has no meaning for an op of its program. `too long`: it
-was given up (by who runs many, not here).
+there it was not. `not said`: nothing saw it, and the prime field has no meaning for an op of its program. `too long`:
+it was given up (by who runs many, not here).
 """
 
 

@@ -189,8 +189,3 @@ def restored(model: nn.Module) -> Iterator[None]:
 def depth(model: nn.Module) -> int:
     """The number of blocks: the length of the model's longest list of modules."""
     return max((len(m) for m in model.modules() if isinstance(m, nn.ModuleList)), default=1)
-
-
-def changes(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What training did to each parameter, in float64."""
-    return {name: x.double() - before[name].double() for name, x in after.items()}

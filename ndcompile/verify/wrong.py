@@ -44,6 +44,27 @@ def unwaited(x: Tensor, axis: Ranks) -> Tensor:
     return _Changed.apply(x, lambda y: private.start_all_reduce(y.contiguous(), "sum", axis.group), lambda g: g)
 
 
+def late(x: Tensor, axis: Ranks) -> Tensor:
+    """A sum over ranks that is read before it has come, and waited for after that."""
+
+    def forward(y: Tensor) -> Tensor:
+        started = private.start_all_reduce(y.contiguous(), "sum", axis.group)
+        read = started.clone()
+        private.wait(started)
+        return read
+
+    return _Changed.apply(x, forward, lambda g: g)
+
+
+def other_order(weights: dict[str, Any], here: bool) -> dict[str, Any]:
+    """A bucket's weights, or those of each of several, from the last to the first, on the ranks where this is so."""
+    if not here:
+        return weights
+    if any(isinstance(bucket, dict) for bucket in weights.values()):
+        return {name: other_order(bucket, here) for name, bucket in weights.items()}
+    return dict(reversed(weights.items()))
+
+
 def unchanged_back(conversion: Callable[..., Tensor], x: Tensor, axis: Ranks, *args: Any, **options: Any) -> Tensor:
     """A conversion whose gradient passes as it is, or zero where its shape does not fit."""
 

@@ -36,6 +36,7 @@ PROGRAMS = {
     "hsdp": Saved(HSDP),
     "hsdp, not summed": Saved(HSDP, replaced=(', reduce=("dp_replicate",)', "")),
     "hsdp, two dtypes": Saved(HSDP, float64=False),
+    "tp, two dtypes": Saved(TP, ROWS, float64=False),
 }
 
 

@@ -13,7 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 from tests.bugs import saved
 from tests.bugs.conftest import Found
@@ -39,15 +44,15 @@ def common_folder() -> str:
 
 
 def goes_on(first: str, then: str) -> None:
-    """Two steps on one mesh, a checkpoint, which is loaded at once on another: moments are those of one device, and so
-    are the parameters after a third step."""
+    """Two steps on one mesh, a checkpoint to which each rank writes, loaded at once on another mesh: moments are those
+    of one device, and so are the parameters after a third step."""
     model, one, folder = saved.model(), saved.load(first), common_folder()
     single, optimizer = adamw(model), adamw(one)
     steps(model, single, batch(), 2)
     steps(one, optimizer, saved.share(first), 2)
     parameters, moments = get_state_dict(one, optimizer)
     checkpoint.save({"model": parameters, "optimizer": moments}, checkpoint_id=folder)
-    assert sorted(p.name for p in Path(folder).glob("*.distcp")) == [f"__{r}_0.distcp" for r in range(4)], "a file a rank"
+    assert sorted(p.name for p in Path(folder).glob("*.distcp")) == [f"__{r}_0.distcp" for r in range(4)]
 
     other = saved.load(then)
     resumed = adamw(other)

@@ -8,7 +8,7 @@ import pytest
 
 import ndcompile as nd
 from tests.bugs.models import LATENT_WHOLE, Experts, Latent, batch
-from tests.bugs.planted import Situation, situation
+from tests.bugs.planted import situation
 
 ROUTER = (("router.weight", nd.I),)
 UNSUMMED = {
@@ -22,7 +22,7 @@ UNSUMMED = {
     "A14": (Experts, "dp_replicate=2", (), "up", "up"),
     "A18": (Experts, "tp=2", (), "last.bias", "last_bias"),
 }
-"""Row: a parameter (and what the text calls it) that every rank holds, of which each sees only a part of the tokens, of the heads or of the batch."""
+"""Row: a parameter that every rank holds, of which each sees a part of the tokens, heads or batch; its name in the text."""
 
 
 @pytest.mark.parametrize("row", UNSUMMED)

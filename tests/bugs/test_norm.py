@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.bugs import saved
-from tests.bugs.models import VOCABULARY, WIDTH, Results, batch, cross_entropy
 from tests.bugs.conftest import Found
+from tests.bugs.models import VOCABULARY, WIDTH, Results, batch, cross_entropy
 from tests.bugs.planted import situation
 from tests.claims import assert_close, assert_same_gradients
+
 
 def own_parts(parallel: nn.Module) -> list[Tensor]:
     return [p.grad.to_local() for p in parallel.parameters()]

@@ -11,10 +11,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ndcompile.runtime import private
-from ndcompile.verify.mutants import mutants
+from ndcompile import runtime
+from ndcompile.runtime import Ranks, private
 from tests.bugs import saved
 from tests.bugs.conftest import Found
 from tests.bugs.models import Experts, batch
@@ -53,20 +55,8 @@ def delays_change_no_bit() -> None:
         assert all(map(torch.equal, found, expected))
 
 
-def sequences_of_any_length_compile() -> None:
-    """Shapes that change from step to step, gathered over tp inside of what is compiled."""
-    torch.compiler.reset()
-    parallel, model = saved.load("tp"), saved.model()
-    parallel.compile(backend="eager", dynamic=True)
-    for length in (8, 12):
-        given = batch(length=length)
-        with torch.no_grad():
-            assert_close(parallel(**saved.share("tp", given))["loss"], model(**given)["loss"])
-
-
-def two_dtypes_in_one_bucket() -> None:
-    """Matrices in half precision and norms in float32 stay what they are, and so do their gradients."""
-    name = "hsdp, two dtypes"
+def gradients_have_their_parameters_dtypes(name: str) -> None:
+    """Matrices in half precision, norms in float32: nothing is cast to the other's dtype on its way."""
     parallel, model = saved.load(name), saved.model(name)
     loss, expected = parallel(**saved.share(name))["loss"], model(**batch())["loss"]
     loss.backward()
@@ -79,7 +69,19 @@ def two_dtypes_in_one_bucket() -> None:
         assert_close(whole(mine[what].grad), parameter.grad, 5e-2, what)
 
 
-ON_FOUR = (delays_change_no_bit, sequences_of_any_length_compile, two_dtypes_in_one_bucket)
+def two_dtypes_in_one_bucket() -> None:
+    gradients_have_their_parameters_dtypes("hsdp, two dtypes")
+
+
+def a_loss_over_sharded_classes_in_half_precision() -> None:
+    gradients_have_their_parameters_dtypes("tp, two dtypes")
+
+
+ON_FOUR = (
+    delays_change_no_bit,
+    two_dtypes_in_one_bucket,
+    a_loss_over_sharded_classes_in_half_precision,
+)
 
 
 @pytest.mark.parametrize("claim", ON_FOUR, ids=lambda claim: claim.__name__)
@@ -91,3 +93,19 @@ def test_a_sum_that_is_used_before_it_has_come() -> None:
     found = situation(Experts, batch, "dp_shard=2")
     right = found.line("ratio = all_reduce_invariant(ratio")
     assert found.seen_by(right, "ratio = wrong.unwaited(ratio, dp_shard)") in ("collectives", "field")
+
+
+def test_a_gathered_sequence_of_any_length_has_its_length() -> None:
+    """Traced once, with sizes as symbols: what 4 ranks gather is 4 times as long, what they cut a quarter."""
+    axis = Ranks("tp", 4, 1, "tp")
+
+    def there_and_back(x: Tensor) -> tuple[Tensor, Tensor]:
+        whole = runtime.all_gather(x, axis, dim=1).sin()
+        return whole, runtime.shard(whole, axis, dim=1).cos()
+
+    traced = make_fx(there_and_back, tracing_mode="symbolic")(torch.ones(3, 5))
+    (given,) = traced.graph.find_nodes(op="placeholder")
+    sizes = [tuple(node.meta["val"].shape) for node in (given, *traced.graph.output_node().all_input_nodes)]
+    (b, s), (_, whole), (_, part) = sizes
+    assert len({str(b), str(s)}) == 2 and not str(s).isdigit(), "they are symbols"
+    assert statically_known_true(whole == 4 * s) and statically_known_true(part == s), sizes

@@ -16,12 +16,11 @@ are named, not divided by. `--out FILE` takes every step.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,14 +31,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ndcompile as nd
+from ndcompile.inputs import Inputs
 from ndcompile.mesh import MeshSpec
-from tests.equivalence.compare import own_rows, whole
+from ndcompile.runtime.agreement import everyones
+from ndcompile.verify import training
+from ndcompile.verify.error_model import ALLOWED, ErrorModel, floor, unit
+from ndcompile.verify.measure import Ruler, assembled
+from tests.equivalence.compare import own_rows
 
 STEPS, SAMPLES = 20, 8
 LEARNING_RATE, CLIP = 3e-4, 1.0
 MESHES = ("dp_shard=2", "tp=2", "dp_replicate=2")
 LOW = nd.Precision(compute=torch.bfloat16, reduce=torch.float32)
-UNIT, ALLOWED = 2.0**-8, 4.0
+UNIT = unit(torch.bfloat16)
+RECIPE = training.Recipe(STEPS, LEARNING_RATE, CLIP, eps=1e-8)
 Batch = dict[str, Tensor]
 
 
@@ -106,70 +111,28 @@ def tokens(vocabulary: int, sizes: Sizes) -> Batch:
 
 @dataclass
 class Trained:
-    """The loss of each step, and the gradients of the first."""
+    """The loss of each step, and the gradients of the first: of a mesh this rank's parts."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
 
-
-def train(parameters: dict[str, nn.Parameter], backward: Callable[[], Tensor]) -> Trained:
-    """Clipped AdamW; `backward` computes a loss, and leaves the gradients with the parameters."""
-    optimizer, found = torch.optim.AdamW(parameters.values(), lr=LEARNING_RATE, fused=True), Trained([], {})
-    for _ in range(STEPS):
-        found.losses.append(float(backward().detach()))
-        if not found.gradients:
-            found.gradients = {k: whole(p.grad).clone() for k, p in parameters.items() if p.grad is not None}
-        nn.utils.clip_grad_norm_(parameters.values(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
+    @classmethod
+    def of(cls, steps: Iterable[training.Trained]) -> Trained:
+        found = cls([], {})
+        for step in steps:
+            found.losses.append(float(step.results["loss"]))
+            found.gradients = found.gradients or step.gradients
+        return found
 
 
-def exactly(model: nn.Module, batch: Batch) -> Trained:
-    """The untouched model in float64."""
-    model = copy.deepcopy(model).double()
-    batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
-
-    def backward() -> Tensor:
-        loss: Tensor = model(**batch).loss
-        loss.backward()
-        return loss
-
-    return train(dict(model.named_parameters()), backward)
-
-
-def rounded(model: nn.Module, batch: Batch) -> Trained:
-    """The untouched model in bfloat16; the optimizer has float32 masters of the parameters."""
-    model = copy.deepcopy(model)
-    low = copy.deepcopy(model).bfloat16()
-    masters, copies = dict(model.named_parameters()), dict(low.named_parameters())
-
-    def backward() -> Tensor:
-        with torch.no_grad():
-            for name, master in masters.items():
-                copies[name].copy_(master)
-                copies[name].grad = None
-        loss: Tensor = low(**batch).loss
-        loss.backward()
-        for name, master in masters.items():
-            gradient = copies[name].grad
-            master.grad = None if gradient is None else gradient.float()
-        return loss
-
-    return train(masters, backward)
-
-
-def on_mesh(model: nn.Module, batch: Batch, mesh: str) -> Trained:
+def on_mesh(parallel: nn.Module, batch: Batch, mesh: MeshSpec) -> Trained:
     """This rank's share of the same training; the losses are those of the global batch."""
-    parallel = nd.parallelize(model, mesh, batch, precision=LOW)
-    mine = own_rows(batch, MeshSpec.parse(mesh), dist.get_rank())
+    mine = Inputs((), own_rows(batch, mesh, dist.get_rank()))
+    return Trained.of(training.on_mesh(parallel, mine, no_cotangent, RECIPE))
 
-    def backward() -> Tensor:
-        loss: Tensor = parallel(**mine).loss
-        loss.backward()
-        return loss
 
-    return train(dict(parallel.named_parameters()), backward)
+def no_cotangent(name: str, shape: Sequence[int]) -> Tensor:
+    raise AssertionError("all these models return a loss")
 
 
 # ---- the comparison ------------------------------------------------------------------------------------------------
@@ -189,7 +152,7 @@ class Compared:
 
     def ratio(self, step: int) -> float:
         exact, low, found = (losses[step] for losses in self.losses.values())
-        return abs(found - exact) / floor(abs(low - exact), abs(exact), self.blocks)
+        return abs(found - exact) / floor(abs(low - exact), abs(exact), self.blocks, UNIT)
 
     @property
     def holds(self) -> bool:
@@ -200,7 +163,7 @@ class Compared:
         exact, low, _ = (losses[step] for losses in self.losses.values())
         return dict(
             model=self.model, mesh=self.mesh, holds=self.holds, loss_ratio=round(self.ratio(step), 3), step=step,
-            rejects=float(f"{ALLOWED * floor(abs(low - exact), abs(exact), self.blocks):.3g}"),
+            rejects=float(f"{ALLOWED * floor(abs(low - exact), abs(exact), self.blocks, UNIT):.3g}"),
             gradient_ratio=round(self.gradients[name], 3), gradient=name, gradients=len(self.gradients),
             zero=len(self.zero), seconds=round(self.seconds, 1),
             losses={way: [round(losses[0], 5), round(losses[-1], 5)] for way, losses in self.losses.items()},
@@ -212,41 +175,29 @@ class Compared:
         return [*rows, dict(model=self.model, mesh=self.mesh, gradients=self.gradients, zero=self.zero)]
 
 
-def floor(rounding: float, size: float, blocks: int) -> float:
-    """What rounding explains: the larger side, without the factor of 4."""
-    return max(rounding, UNIT * blocks**0.5 * size)
-
-
 def compared(name: str, sizes: Sizes, device: torch.device) -> Iterator[Compared]:
     torch.manual_seed(0)
     model, batch = MODELS[name](sizes)
     model, batch = model.to(device), {k: v.to(device) for k, v in batch.items()}
-    exact, low = exactly(model, batch), rounded(model, batch)
+    before, inputs = dict(model.named_parameters()), Inputs((), batch)
+    exact = Trained.of(training.exactly(model, same, inputs, no_cotangent, RECIPE))
+    low = Trained.of(training.rounded(model, same, inputs, no_cotangent, RECIPE, LOW.compute))
     for mesh in MESHES:
         begin = time.perf_counter()
-        found = on_mesh(model, batch, mesh)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, found.losses)
-        assert all(theirs == found.losses for theirs in everyone), f"{name} on {mesh}: losses differ between ranks"
+        program = nd.compile(model, mesh, batch, precision=LOW)
+        found = on_mesh(nd.parallelize(model, mesh, batch, precision=LOW), batch, program.mesh)
+        assert all(theirs == found.losses for theirs in everyones(found.losses)), f"{name} on {mesh}: losses differ"
         losses = {"float64": exact.losses, "bfloat16": low.losses, "on mesh": found.losses}
-        ratios, zero = gradient_ratios(exact.gradients, low.gradients, found.gradients, sizes.blocks)
+        ruler = Ruler(program, before, RECIPE.learning_rate, exact=False)
+        rows = list(ruler.gradients(dist.get_rank(), found.gradients, exact.gradients, low.gradients))
+        measured, error_model = assembled(everyones(rows), program.mesh), ErrorModel(torch.bfloat16, sizes.blocks)
+        ratios = {m.what.removeprefix("gradient of "): error_model.ratio(m) for m in measured}
+        zero = sorted(ruler.zero(exact.gradients))
         yield Compared(name, mesh, sizes.blocks, losses, ratios, zero, time.perf_counter() - begin)
 
 
-def gradient_ratios(
-    exact: dict[str, Tensor], low: dict[str, Tensor], found: dict[str, Tensor], blocks: int
-) -> tuple[dict[str, float], list[str]]:
-    """The ratio for each gradient, and the names of those that are zero by mathematics."""
-    assert exact.keys() == low.keys() == found.keys(), "the same parameters have gradients"
-    sizes = {name: float(gradient.norm()) for name, gradient in exact.items()}
-    least = 1e-6 * sum(size**2 for size in sizes.values()) ** 0.5
-    ratios = {
-        name: float((found[name].double() - gradient).norm())
-        / floor(float((low[name].double() - gradient).norm()), sizes[name], blocks)
-        for name, gradient in exact.items()
-        if sizes[name] > least
-    }
-    return ratios, [name for name in exact if name not in ratios]
+def same(model: nn.Module) -> nn.Module:
+    return model
 
 
 def join() -> torch.device:

@@ -111,7 +111,7 @@ def table(found: list[dict[str, Any]]) -> str:
     seconds = sum(row["seconds"] for row in found)
     lines = [f"{judged:,} programs, {seconds:,.0f} CPU seconds, torch {torch.__version__}", ""]
     lines += [f"{n:7,}  {kind:<10} {n / max(judged, 1):6.1%}" for kind, n in kinds.most_common()]
-    for kind in ("refused", "tested", "crash", "checker", "wrong", "reference", "hang", "died"):
+    for kind in ("refused", "tested", "crash", "checker", "wrong", "rounding", "reference", "hang", "died"):
         same = Counter(reason(Verdict(kind, row["detail"])) for row in found if row["kind"] == kind)
         lines += ["", kind] * bool(same) + [f"{n:7,}  {text}" for text, n in same.most_common(40)]
     bad = [row for row in found if "program" in row]

@@ -11,7 +11,9 @@ import ndcompile as nd
 from ndcompile.runtime import private
 from ndcompile.verify import execute
 from ndcompile.verify.graph_mutants import graph_mutants
-from ndcompile.verify.mutants import OPERATORS, REPLACED, Mutant, mutants
+from ndcompile.verify.lockstep import RanksDisagree
+from ndcompile.verify.mutants import OPERATORS, ORDERS, REPLACED, Mutant, mutants
+from ndcompile.verify.reorder import HERE
 from ndcompile.verify.score import Judge, score
 from tests.equivalence.compare import Case, make
 
@@ -35,7 +37,7 @@ def all_mutants(model: str, mesh: str) -> list[Mutant]:
 
 def test_every_operator_applies_somewhere() -> None:
     applied = {mutant.operator for model, mesh in ALL.items() for mutant in all_mutants(model, mesh)}
-    assert applied == {*OPERATORS, *REPLACED}
+    assert applied == {*OPERATORS, *REPLACED, *ORDERS}
 
 
 @pytest.mark.parametrize("model, mesh, first, every", [
@@ -80,3 +82,35 @@ def test_a_norm_that_counts_replicas_or_one_rank_only_is_seen(monkeypatch: pytes
         monkeypatch.setattr(execute, "_sharded_norm", wrong)
         report = nd.verify(own.program, own.model, seeds=1, microbatches=1)
         assert report.differences[0].startswith("step 0: gradient norm")
+
+
+def test_a_rank_whose_collectives_come_in_another_order_is_named() -> None:
+    """On real ranks it would wait for the others for ever."""
+    own = judge("fused attention", "tp=3")
+    (wrong,) = [m for m in all_mutants("fused attention", "tp=3") if m.operator == HERE]
+    (right,) = [line for line in str(own.program).splitlines() if wrong.after in line]
+    assert "all_gather" in right
+    with pytest.raises(RanksDisagree, match=r"rank \d is in all_gather_into_tensor\(tp\) of .* but rank \d is in "):
+        trial = own._of("quick")[0]
+        execute.on_ranks(own.program, trial.sample, trial.domain, wrong.source)
+
+
+class RowWise:
+    """An optimizer that divides each row of a gradient by the row's norm."""
+
+    def __init__(self, parameters):
+        self.parameters = parameters
+
+    def step(self, scale):
+        for p in self.parameters.values():
+            if p.grad is not None:
+                p -= 0.01 * scale * p.grad / (p.grad * p.grad).sum(-1, keepdim=True).add(1).sqrt()
+                p.grad = None
+
+
+def test_an_optimizer_that_looks_at_rows_is_seen_where_rows_are_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = judge("mlp", "dp_shard=2, tp=2")
+    monkeypatch.setattr(execute, "_FlatAdamW", RowWise)
+    report = nd.verify(own.program, own.model, seeds=1, microbatches=1)
+    assert [claim.held for claim in report.claims] == [True, False, False]
+    assert "weight after it: another value on rank" in report.differences[0]
