@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import fx, nn
 
-from ndcompile.axes import KINDS
 from ndcompile.errors import CompileError
 from ndcompile.mesh import GATHERED, MeshSpec
 from ndcompile.mesh import KINDS as AXIS_KINDS

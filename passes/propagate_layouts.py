@@ -16,7 +16,7 @@ from ndcompile.pins import Pins, resolve_pins
 from ndcompile.placement import I, Layout, Placement, S
 from ndcompile.problem import State, batch_dim, key_of, problem_on, returned
 from ndcompile.rules.layers import HEADS
-from ndcompile.rules.registry import operands, updates
+from ndcompile.rules.registry import op_name, operands, updates
 from ndcompile.rules.rows import Row
 from ndcompile.size import Shape
 
@@ -60,6 +60,7 @@ def _place(state: State, axis: str, pinned: Mapping[fx.Node, Placement], heads: 
     for node in [*state.sources(), *state.ops()]:
         _decide(state, node, axis, ranks, chosen[key_of(node)])
     _require_heads(state, axis, heads)
+    _require_sequences(state, axis)
     return problem
 
 
@@ -139,6 +140,34 @@ def _require_heads(state: State, axis: str, heads: list[Attention]) -> None:
             why="every rank would repeat the whole attention",
             tries=f"{whole} = {', '.join(map(str, fits)) or 1}",
         )
+
+
+def _require_sequences(state: State, axis: str) -> None:
+    """An axis of sequences shares the work on them, or the mesh is refused: each rank would do all of it."""
+    kind = KINDS[state.mesh[axis].kind]
+    if not kind.attends:
+        return
+    long = [n for n in state.ops() if any(kind.shards(size) for size in n.meta["shape"])]
+    if not any(node.meta["placements"][axis].kind == "S" for node in long):
+        raise CompileError(
+            f"axis '{axis}' has nothing to shard",
+            why="no value has a sequence of a length that is open when the model is compiled",
+            tries="a mesh without cp, or dynamic_dims={'input': {1: 's'}}",
+        )
+    for node in long:
+        name = op_name(node.target)
+        if node.meta["grad"] and node.meta["placements"][axis].whole and any(work in name for work in HEAVY):
+            raise CompileError(
+                f"{name} needs the whole sequence, and each rank of axis '{axis}' would repeat it",
+                node=f"%{node.name}   {node.meta['module']}",
+                source=node.meta["source"],
+                why="no algorithm is known here that shares it between ranks",
+                tries="a mesh without cp",
+            )
+
+
+HEAVY = ("attention", "conv", "linear", "matmul", "mm", "einsum", "lstm", "gru", "rnn")
+"""What does the work of a model, by a part of the op's name."""
 
 
 def _store(state: State, mesh: MeshSpec) -> None:

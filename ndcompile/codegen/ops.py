@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ndcompile.axes import KINDS
 from ndcompile.codegen.sizes import SizeNames, axis_name
-from ndcompile.mesh import MeshAxis
+from ndcompile.mesh import HEAD_TAIL, MeshAxis
 from ndcompile.placement import BY_NAME
 from ndcompile.rules.registry import arguments, op_name
 
@@ -240,7 +239,7 @@ def _mapped(w: Writer, dims: dict[int, tuple[str, ...]]) -> str:
 
 def _ranks(w: Writer, axes: tuple[str, ...]) -> str:
     """The axes as one; where the first holds two chunks, each by itself, major first."""
-    alone = len(axes) > 1 and KINDS[w.sizes.mesh[axes[0]].kind].attends
+    alone = len(axes) > 1 and w.sizes.mesh[axes[0]].kind in HEAD_TAIL
     return f"({', '.join(w.axis(axis) for axis in axes)})" if alone else w.axis(axes)
 
 
@@ -263,7 +262,7 @@ def _dropout(w: Writer, node: fx.Node) -> str:
 def _balanced(w: Writer, node: fx.Node) -> str:
     """The dims that lie head–tail on their first axis."""
     dims = node.meta["layout"].dims
-    found = [d for d, axes in enumerate(dims) if axes and KINDS[w.sizes.mesh[axes[0]].kind].attends]
+    found = [d for d, axes in enumerate(dims) if axes and w.sizes.mesh[axes[0]].kind in HEAD_TAIL]
     return f", balanced={tuple(found)}" if found else ""
 
 

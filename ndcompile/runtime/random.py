@@ -119,7 +119,9 @@ def _of_shard(
     """A dim's whole size, and where this rank's part of it lies."""
     whole = sizes.get(dim, length * math.prod(axis.size for axis in axes))
     first, *others = axes
-    place = positions(whole, first, balanced=dim in balanced, device=key.device)
+    place = positions(whole, first, balanced=dim in balanced, device=key.device) if others or dim in balanced else None
+    if place is None:
+        return whole, torch.arange(length, dtype=torch.int64, device=key.device) + first.start(whole)
     for axis in others:
         place = place[positions(len(place), axis, balanced=False, device=key.device)]
     return whole, place

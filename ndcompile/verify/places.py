@@ -13,6 +13,21 @@ from ndcompile.placement import Layout
 from ndcompile.verify.arithmetic import Domain
 
 
+def cut(
+    shape: Sequence[int], dims: Sequence[Sequence[str]], mesh: MeshSpec, place: Mapping[str, int]
+) -> tuple[slice, ...]:
+    """The part of a whole of `shape` that lies at a place: torch.chunk along each axis of each dim, major first."""
+    slices = []
+    for size, axes in zip(shape, dims, strict=True):
+        start, stop = 0, size
+        for axis in axes:
+            step = -(-(stop - start) // mesh.size(axis))
+            first = min(start + place[axis] * step, stop)
+            start, stop = first, min(first + step, stop)
+        slices.append(slice(start, stop))
+    return tuple(slices)
+
+
 @dataclass(frozen=True)
 class Lies:
     """What more is to be said of some axis on some dim: two chunks a rank, head–tail; and within parts of how many."""
@@ -31,8 +46,10 @@ def part(
     rank: int,
     lies: Mapping[tuple[int, str], Lies] | None = None,
 ) -> Tensor:
-    """What a rank holds of a value: the part of torch.chunk along each axis of each dim, major first."""
+    """What a rank holds of a value that is sharded so; `lies` says more of some dims and axes."""
     place = mesh.coordinate(rank)
+    if not lies:
+        return whole[cut(whole.shape, dims, mesh, place)]
     for dim, axes in enumerate(dims):
         index = torch.arange(whole.shape[dim])
         for axis in axes:
