@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
-def output(*arguments: str) -> str:
+def output(*arguments: str, folder: Path = ROOT) -> str:
     """What `python arguments…` prints, on one thread a process."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, env=environment, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -94,3 +97,19 @@ def test_every_example_is_tested() -> None:
     tested = Path(__file__).read_text()
     for path in (ROOT / "examples").glob("*.py"):
         assert f"examples/{path.name}" in tested, path.name
+
+
+def test_verify_in_ci_by_the_commands_of_its_workflow(tmp_path: Path) -> None:
+    workflow = yaml.safe_load((ROOT / "examples/ci/verify.yml").read_text())
+    steps = workflow["jobs"]["equal-to-one-device"]["steps"]
+    commands = [shlex.split(s["run"]) for s in steps if s.get("working-directory") == "examples"]
+    assert [words[0] for words in commands] == ["pytest", "ndcompile"]
+    shutil.copy(ROOT / "examples/verify_in_ci.py", tmp_path)
+    tested = output("-m", *commands[0], "-q", "-p", "no:cacheprovider", folder=tmp_path)
+    assert "2 passed" in tested
+    told = output("-c", "from ndcompile.cli import main; main()", *commands[1][1:], folder=tmp_path)
+    assert told.startswith("Tagger on dp_shard=2, tp=2: equal to one device")
+    kept = steps[-1]["with"]["path"].split()
+    assert [(tmp_path / path).exists() for path in (Path(p).relative_to("examples") for p in kept)] == [True, True]
+    pages = sorted(page.stem for page in (tmp_path / "reports").iterdir())
+    assert pages == ["dp_replicate=2_dp_shard=2", "dp_shard=16_tp=8"]

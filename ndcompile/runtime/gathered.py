@@ -14,7 +14,8 @@ from ndcompile.runtime import plain, private
 from ndcompile.runtime.kernels import BLOCK, Three, Two, is_plain
 from ndcompile.runtime.merged import Gradients, Merged
 from ndcompile.runtime.mesh import Ranks
-from ndcompile.runtime.pieces import CAUSAL, Piece, between, whole_rows
+from ndcompile.runtime.packed import pack, unpack
+from ndcompile.runtime.pieces import CAUSAL, Piece, between, chunks, whole_rows
 from ndcompile.runtime.random import dropout
 from ndcompile.runtime.shared import Shared, split
 
@@ -88,7 +89,7 @@ class Rows:
         return whole_rows(self.shared.mask, self.shared.own(self.q), self.shared.whole(self.k), BLOCK)
 
     def forward(self) -> tuple[Tensor, None]:
-        k, v = finish(start((self.k, self.v), self.shared), self.k, self.shared)
+        k, v = finish(start(self.k, self.v, self.shared), self.k, self.v, self.shared)
         found = []
         for piece in self.pieces():
             q, keys, values = _of(self.q, piece.rows), _of(k, piece.cols), _of(v, piece.cols)
@@ -96,7 +97,7 @@ class Rows:
         return torch.cat(found, 2).to(self.q.dtype), None
 
     def backward(self, gradient: Tensor, out: Tensor, lse: None, dtype: torch.dtype | None) -> Three:
-        v, k = finish(start((self.v, self.k), self.shared), self.v, self.shared)
+        k, v = finish(start(self.k, self.v, self.shared, gradient), self.k, self.v, self.shared)
         of_q, of_k, of_v = [], plain.widened(torch.zeros_like(k)), plain.widened(torch.zeros_like(v))
         for piece in self.pieces():
             own = _of(gradient, piece.rows), (q := _of(self.q, piece.rows))
@@ -105,7 +106,8 @@ class Rows:
             of_q.append(found[0])
             of_k[:, :, slice(*piece.cols)] += found[1]
             of_v[:, :, slice(*piece.cols)] += found[2]
-        return torch.cat(of_q, 2), *reduced((of_k, of_v), self.shared, dtype or self.k.dtype)
+        summed = private.wait(start_reduction(of_k, of_v, self.shared, dtype or self.k.dtype))
+        return torch.cat(of_q, 2), *unpack(summed, self.k, self.v)
 
     def dropper(self, piece: Piece) -> plain.Drop | None:
         drop, shared = self.drop, self.shared
@@ -135,19 +137,19 @@ class Kernels:
         return between(mask, own, own, BLOCK), between(mask, own, [(s[0], s) for s in others if s not in mine], BLOCK)
 
     def forward(self) -> Two:
-        started = start((self.k, self.v), self.shared)
+        started = start(self.k, self.v, self.shared)
         merged, (mine, others) = Merged(self.q, self.v.shape[-1], self.shared.scale), self.pieces()
         merged.add(mine, self.k, self.v)
-        merged.add(others, *finish(started, self.k, self.shared))
+        merged.add(others, *finish(started, self.k, self.v, self.shared))
         return merged.result
 
     def backward(self, gradient: Tensor, out: Tensor, lse: Tensor, dtype: torch.dtype | None) -> Three:
         mine, others = self.pieces()
         gradients = Gradients(gradient, self.q, out, lse, self.shared.scale)
-        v, k = finish(start((self.v, self.k), self.shared), self.v, self.shared)
-        going = start_reduction(gradients.add(others, k, v), self.shared, dtype or self.k.dtype)
+        k, v = finish(start(self.k, self.v, self.shared, gradient), self.k, self.v, self.shared)
+        going = start_reduction(*gradients.add(others, k, v), self.shared, dtype or self.k.dtype)
         own = gradients.add(mine, self.k, self.v) if mine else None  # while the others' are summed
-        summed = finish_reduction(going, self.k)
+        summed = unpack(private.wait(going), self.k, self.v)
         found = summed if own is None else tuple(a + b for a, b in zip(own, summed, strict=True))
         return gradients.of_queries, found[0], found[1]
 
@@ -161,43 +163,35 @@ def _work(q: Tensor, k: Tensor, v: Tensor, shared: Shared, drop: Dropout | None,
 # ---- communication ---------------------------------------------------------------------------------------------------
 
 
-def start(both: Two, shared: Shared) -> Tensor:
-    """Start to gather two tensors `[b, g, part, …]`. The backward exchanges the two: else a compiler would take the
-    forward's gather for the same, and keep it."""
-    x = torch.cat(both, -1)
-    return private.start_all_gather(x, shared.axis.size, shared.axis.group)
+def start(k: Tensor, v: Tensor, shared: Shared, gradient: Tensor | None = None) -> Tensor:
+    """Start to gather keys and values; in a backward, with its gradient."""
+    return private.start_all_gather(pack(k, v, gradient), shared.axis.size, shared.axis.group)
 
 
-def finish(started: Tensor, first: Tensor, shared: Shared) -> Two:
-    """The two as wholes, in the order of their positions."""
-    ranks = private.wait(started).unflatten(0, (shared.axis.size, first.shape[0]))
-    length, found = shared.whole(first), {}
-    for rank, x in enumerate(ranks.unbind(0)):
-        at = 0
-        for low, high in shared.held(length, rank):
-            found[low] = x[:, :, at : at + high - low]
-            at += high - low
-    whole = torch.cat([found[low] for low in sorted(found)], 2)
-    return whole[..., : first.shape[-1]], whole[..., first.shape[-1] :]
+def finish(started: Tensor, k: Tensor, v: Tensor, shared: Shared) -> Two:
+    """All keys and values, in the order of their positions."""
+    k, v = unpack(private.wait(started).unflatten(0, (shared.axis.size, -1)), k, v)
+    return _in_order(k, shared), _in_order(v, shared)
 
 
-def start_reduction(wholes: Two, shared: Shared, dtype: torch.dtype) -> Tensor:
+def _in_order(x: Tensor, shared: Shared) -> Tensor:
+    """`[ranks, b, g, part, d] → [b, g, t, d]`."""
+    found = {}
+    for rank, own in enumerate(x.unbind(0)):
+        for start, (low, high) in chunks(shared.held(shared.whole(own), rank)):
+            found[low] = own[:, :, start : start + high - low]
+    return torch.cat([found[low] for low in sorted(found)], 2)
+
+
+def start_reduction(k: Tensor, v: Tensor, shared: Shared, dtype: torch.dtype) -> Tensor:
     """Start to sum two wholes `[b, g, t, …]` over the ranks, each of which keeps its part."""
-    whole, axis = torch.cat(wholes, -1), shared.axis
-    parts = [
-        torch.cat([whole[:, :, low:high] for low, high in shared.held(whole.shape[2], rank)], 2)
-        for rank in range(axis.size)
-    ]
-    return private.start_reduce_scatter(torch.cat(parts).to(dtype), axis.size, axis.group)
+    ranks = range(shared.axis.size)
+    rows = [pack(_part(k, shared, rank), _part(v, shared, rank)).to(dtype) for rank in ranks]
+    return private.start_reduce_scatter(torch.cat(rows), shared.axis.size, shared.axis.group)
 
 
-def finish_reduction(started: Tensor, first: Tensor) -> Two:
-    own = private.wait(started)
-    return own[..., : first.shape[-1]], own[..., first.shape[-1] :]
-
-
-def reduced(wholes: Two, shared: Shared, dtype: torch.dtype) -> Two:
-    return finish_reduction(start_reduction(wholes, shared, dtype), wholes[0])
+def _part(whole: Tensor, shared: Shared, rank: int) -> Tensor:
+    return torch.cat([whole[:, :, low:high] for low, high in shared.held(whole.shape[2], rank)], 2)
 
 
 def _of(x: Tensor, rows: tuple[int, int]) -> Tensor:

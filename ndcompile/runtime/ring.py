@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ndcompile.runtime import private
-from ndcompile.runtime.kernels import BLOCK, Two
+from ndcompile.runtime.kernels import BLOCK
 from ndcompile.runtime.merged import Gradients, Merged
 from ndcompile.runtime.mesh import Ranks
+from ndcompile.runtime.packed import pack, unpack
 from ndcompile.runtime.pieces import Piece, between, chunks
 from ndcompile.runtime.shared import Shared, split
 
@@ -43,10 +44,10 @@ class Ring(torch.autograd.Function):
         shared: Shared,
     ) -> Tensor:
         ctx.shared, shared = shared, shared.with_rows((prefix, padding, documents))
-        axis, merged, kv = shared.axis, Merged(q, v.shape[-1], shared.scale), _packed(k, v)
+        axis, merged, kv = shared.axis, Merged(q, v.shape[-1], shared.scale), pack(k, v)
         for step in range(axis.size):
             coming = _start(kv, axis) if step < axis.size - 1 else kv
-            merged.add(_pieces(shared, q, k, step), *_unpacked(kv, k, v))
+            merged.add(_pieces(shared, q, k, step), *unpack(kv, k, v))
             kv = private.wait(coming) if step < axis.size - 1 else kv
         out, lse = merged.result
         ctx.save_for_backward(q, k, v, prefix, padding, documents, out, lse)
@@ -57,15 +58,15 @@ class Ring(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *rows, out, lse = ctx.saved_tensors
         shared: Shared = ctx.shared.with_rows(tuple(rows))
-        axis, kv = shared.axis, _packed(k, v)
+        axis, kv = shared.axis, pack(k, v, gradient)
         gradients, going = Gradients(gradient.contiguous(), q, out, lse, shared.scale), None
         for step in range(axis.size):
             coming = _start(kv, axis) if step < axis.size - 1 else kv
-            own = _packed(*gradients.add(_pieces(shared, q, k, step), *_unpacked(kv, k, v)))
+            own = pack(*gradients.add(_pieces(shared, q, k, step), *unpack(kv, k, v)))
             going = _start(own if going is None else own + private.wait(going), axis)
             kv = private.wait(coming) if step < axis.size - 1 else kv
         assert going is not None, "a ring has ranks"
-        of_k, of_v = _unpacked(private.wait(going), k, v)
+        of_k, of_v = unpack(private.wait(going), k, v)
         return gradients.of_queries, of_k.to(k.dtype), of_v.to(v.dtype), *(None,) * 4
 
 
@@ -77,13 +78,3 @@ def _pieces(shared: Shared, q: Tensor, k: Tensor, step: int) -> list[Piece]:
 
 def _start(x: Tensor, axis: Ranks) -> Tensor:
     return private.start_shift(x, axis.size, axis.index, axis.group)
-
-
-def _packed(k: Tensor, v: Tensor) -> Tensor:
-    """Both in one row, so that they are sent together."""
-    return torch.cat((k.flatten(), v.flatten()))
-
-
-def _unpacked(kv: Tensor, k: Tensor, v: Tensor) -> Two:
-    own, other = kv.split([k.numel(), v.numel()])
-    return own.view(k.shape), other.view(v.shape)

@@ -103,12 +103,23 @@ RANKS, ELEMENTS = 16, 2_000_000
 
 
 def _cases(program: Program, model: nn.Module | None) -> list[Program]:
-    """The program itself; of a large one two small ones, with axes of equal and of coprime sizes."""
+    """The program itself; of a large one two small ones, with axes of equal and of coprime sizes if both fit: 24 rows
+    that 8 ranks cut evenly and 16 do not cannot become rows that 2 ranks cut evenly and 2 do not.
+    """
     if program.mesh.world_size <= RANKS and parameter_count(program) <= ELEMENTS:
         return [program]
-    last = {axis.name: 3 for axis in program.mesh.axes[-1:]}
-    several = [{}, last] if len(program.mesh.axes) > 1 else [{}]
-    return [_fitting(program, model, ranks) for ranks in several]
+    settings: list[dict[str, int]] = [{}, *({axis.name: 3} for axis in reversed(program.mesh.axes))]
+    found: list[Program] = []
+    refused: list[CompileError] = []
+    for ranks in settings:
+        if len(found) < min(2, len(program.mesh.axes)):
+            try:
+                found.append(_fitting(program, model, ranks))
+            except CompileError as error:
+                refused.append(error)
+    if not found:
+        raise refused[0]
+    return found
 
 
 def _fitting(program: Program, model: nn.Module | None, ranks: dict[str, int]) -> Program:

@@ -15,7 +15,7 @@ from ndcompile.tables import collectives_rows, nominal_sizes
 from ndcompile.verify.report import Report
 
 STATES = {True: ("yes", "good"), False: ("no", "bad"), None: ("not said", "open")}
-MOST = 50
+MOST = 12
 """So many differences are listed."""
 
 

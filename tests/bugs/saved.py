@@ -43,10 +43,10 @@ PROGRAMS = {
 def model(name: str = "tp") -> nn.Module:
     """In double, or in half precision but for its norms."""
     torch.manual_seed(0)
-    made: nn.Module = Fused()
+    made = Fused()
     if PROGRAMS[name].float64:
         return made.double()
-    made.bfloat16().norm.float()  # type: ignore[operator,union-attr]
+    made.bfloat16().norm.float()
     return made
 
 

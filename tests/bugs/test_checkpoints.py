@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -51,14 +51,14 @@ def goes_on(first: str, then: str) -> None:
     steps(model, single, batch(), 2)
     steps(one, optimizer, saved.share(first), 2)
     parameters, moments = get_state_dict(one, optimizer)
-    checkpoint.save({"model": parameters, "optimizer": moments}, checkpoint_id=folder)
+    state_dict_saver.save({"model": parameters, "optimizer": moments}, checkpoint_id=folder)
     assert sorted(p.name for p in Path(folder).glob("*.distcp")) == [f"__{r}_0.distcp" for r in range(4)]
 
     other = saved.load(then)
     resumed = adamw(other)
     parameters, moments = get_state_dict(other, resumed)
     state: dict[str, Any] = {"model": parameters, "optimizer": moments}
-    checkpoint.load(state, checkpoint_id=folder)
+    state_dict_loader.load(state, checkpoint_id=folder)
     set_state_dict(other, resumed, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     mine = dict(other.named_parameters())
     for name, parameter in model.named_parameters():

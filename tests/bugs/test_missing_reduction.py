@@ -22,7 +22,8 @@ UNSUMMED = {
     "A14": (Experts, "dp_replicate=2", (), "up", "up"),
     "A18": (Experts, "tp=2", (), "last.bias", "last_bias"),
 }
-"""Row: a parameter that every rank holds, of which each sees a part of the tokens, heads or batch; its name in the text."""
+"""Row: a parameter that every rank holds, of which each sees a part of the tokens, of the heads or of the batch, and
+its name in the text."""
 
 
 @pytest.mark.parametrize("row", UNSUMMED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -50,7 +51,9 @@ def delays_change_no_bit() -> None:
     """Each rank comes late to each collective and to each wait, by another time each step."""
     for name in ("tp", "hsdp"):
         expected, chance = trained(name), random.Random(dist.get_rank())
-        with patch.multiple(private, **{n: late(getattr(private, n), chance) for n in (*STARTS, "wait")}):
+        with ExitStack() as delayed:
+            for each in (*STARTS, "wait"):
+                delayed.enter_context(patch.object(private, each, late(getattr(private, each), chance)))
             found = trained(name)
         assert all(map(torch.equal, found, expected))
 
@@ -65,8 +68,10 @@ def gradients_have_their_parameters_dtypes(name: str) -> None:
     assert {p.dtype for p in parallel.parameters()} == {torch.bfloat16, torch.float32}
     mine = dict(parallel.named_parameters())
     for what, parameter in model.named_parameters():
-        assert mine[what].dtype == mine[what].grad.dtype == parameter.dtype
-        assert_close(whole(mine[what].grad), parameter.grad, 5e-2, what)
+        gradient, right = mine[what].grad, parameter.grad
+        assert gradient is not None and right is not None
+        assert mine[what].dtype == gradient.dtype == parameter.dtype
+        assert_close(whole(gradient), right, 5e-2, what)
 
 
 def two_dtypes_in_one_bucket() -> None:

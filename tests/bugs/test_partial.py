@@ -37,6 +37,10 @@ def index_of_largest() -> nn.Module:
     return Of(lambda y: y.max(-1).indices)
 
 
+def largest_of_negative() -> nn.Module:
+    return Of(lambda y: (-y.abs() - 1).amax(-1))
+
+
 def x() -> Results:
     return {"x": torch.randn(4, WIDTH)}
 
@@ -51,6 +55,13 @@ def test_a_function_of_a_partial_value(model: Callable[[], nn.Module]) -> None:
     right = found.line("layer = all_reduce")
     assert "but it is 'tp P'" in found.types_say("a conversion is dropped", "= runtime.all_reduce")
     assert found.seen_by(right, "layer = layer") == "field"
+
+
+def test_a_maximum_of_negative_numbers_over_ranks() -> None:
+    """The largest of what the ranks have, and not of that and zero."""
+    found = situation(largest_of_negative, x, "tp=2", pins=(("layer.weight", nd.S(0)), ("layer", nd.S(1))))
+    found.assert_equal()
+    assert found.seen_by("sub.amax((-1,))", "sub.amax((-1,)).clamp(min=0)") != ""
 
 
 class Uneven(nn.Module):

@@ -52,6 +52,14 @@ def test_a_further_loss_keeps_its_weight_on_every_mesh(row: str) -> None:
     assert found.seen_by(right, f"{right} {factor}") == "field"
 
 
+def test_gradients_of_experts_have_no_factor_of_their_own() -> None:
+    """Whatever shards them: tp cuts the experts, and dp_shard gathers them."""
+    found = situation(Experts, batch, "dp_shard=2, tp=2")
+    found.assert_equal()
+    for factor in ("tp.size", "1 / dp_shard.size"):
+        assert found.seen_by("(norm, w.up)", f"(norm, runtime.scale_gradient(w.up, {factor}))") == "field"
+
+
 class Row(nn.Module):
     """A matrix that is cut along its contraction, a bias, a number that is added."""
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ndcompile as nd
+from ndcompile.placement import Placement
 from tests.bugs.models import VOCABULARY, WIDTH, Experts, Results, Tied, batch, cross_entropy
 from tests.bugs.planted import situation
 
@@ -65,7 +66,7 @@ def test_a_sequence_shard_meets_a_matrix_that_every_rank_holds() -> None:
 
 
 @pytest.mark.parametrize("pins", [(), (("tokens.weight", nd.S(0)),)], ids=["whole", "by rows"])
-def test_tied_tables_on_tp(pins: tuple[tuple[str, nd.Placement], ...]) -> None:
+def test_tied_tables_on_tp(pins: tuple[tuple[str, Placement], ...]) -> None:
     """Both uses are one parameter: in one placement, or each with its own way back to it."""
     found = situation(Tied, batch, "tp=2", pins=pins)
     found.assert_equal()
