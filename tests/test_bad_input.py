@@ -52,7 +52,7 @@ def refusal(model: nn.Module, mesh: Any, inputs: Any = X, **options: Any) -> str
 
 WHOLE_NUMBER = "  try  a whole number of ranks, at least 1, or -1 for the rest"
 MESHES: dict[str, tuple[Any, str]] = {
-    "unknown": ("pp=2", lines("unknown axis 'pp' in mesh 'pp=2'", "  try  dp_replicate, dp_shard, tp")),
+    "unknown": ("dp=2", lines("unknown axis 'dp' in mesh 'dp=2'", "  try  dp_replicate, dp_shard, cp, tp")),
     "misspelt": ("tpp=2", lines("unknown axis 'tpp' in mesh 'tpp=2'", "  try  'tp'")),
     "repeated": ("tp=2, tp=2", lines("axis 'tp' is given twice in mesh 'tp=2, tp=2'", "  try  one size for each axis")),
     "zero": ("tp=0", lines("axis 'tp' has size 0 in mesh 'tp=0'", WHOLE_NUMBER)),
