@@ -22,6 +22,7 @@ from ndcompile.pins import Pins, for_other_mode, pinned_names, read_pins
 from ndcompile.precision import Precision
 from ndcompile.program import Program, load_manifest
 from ndcompile.runtime.agreement import together
+from ndcompile.runtime.context import HOW
 from ndcompile.runtime.module import ParallelModule
 
 
@@ -36,6 +37,7 @@ def compile(
     outputs: str = "sharded",
     float64: bool = False,
     dynamic_dims: DynamicDims | None = None,
+    cp_attention: str | None = None,
     world_size: int | None = None,
     dump: str | Path | None = None,
 ) -> Program:
@@ -48,6 +50,8 @@ def compile(
     `placements` pins parameters or modules by name or wildcard: `{"lm_head.weight": {"tp": nd.S(0)}}`.
     `outputs="local"` gathers results that an axis other than the data axes shards. `float64` widens every cast, for
     exact comparison. `dynamic_dims` says which input dims are the batch and the sequence: `{"pixels": {0: "b"}}`.
+    `cp_attention` is how attention over `cp` brings queries and keys together: `"gather"` (keys and values are
+    gathered), `"ring"` (they go round), `"heads"` (heads are sharded in place of the sequence); None: what sends least.
     `dump` is a folder for every pass's graph. Raises `CompileError` where the model cannot be compiled as asked.
 
     >>> print(compile(nn.Linear(4, 6), "tp=2", torch.randn(3, 4)).parameters["weight"].layout)
@@ -56,7 +60,8 @@ def compile(
     model = model if loss_fn is None else with_loss(model, loss_fn)
     spec = MeshSpec.parse(mesh, world_size)
     planning.check_option("outputs", outputs, ("sharded", "local"))
-    asked = Asked(precision or Precision(), outputs == "local", float64, dynamic_dims)
+    planning.check_option("cp_attention", cp_attention, (None, *HOW))
+    asked = Asked(precision or Precision(), outputs == "local", float64, dynamic_dims, cp_attention)
     return _program(model, spec, example_inputs, read_pins(placements, spec), asked, dump)
 
 
@@ -68,6 +73,7 @@ class Asked:
     local_outputs: bool
     float64: bool
     dynamic_dims: DynamicDims | None
+    cp_attention: str | None
 
 
 def _program(
@@ -93,7 +99,7 @@ def _program(
     title = type(model).__name__
     job = pipeline.Job(
         captured.graph, spec, asked.precision, pins, names, lists, _names(model), title,
-        dict(model.named_buffers()), asked.local_outputs, not of_other_mode, times=times,
+        dict(model.named_buffers()), asked.local_outputs, not of_other_mode, asked.cp_attention, times=times,
     )  # fmt: skip
     pipeline.run(job, folder)
     assert job.reference and job.emitted, "the pipeline has run all its steps"
@@ -116,6 +122,7 @@ def parallelize(
     outputs: str = "sharded",
     float64: bool = False,
     dynamic_dims: DynamicDims | None = None,
+    cp_attention: str | None = None,
     init: str = "check",
 ) -> ParallelModule:
     """Compile a model and bind it to this process's place on the mesh; run by every rank alike, under torchrun.
@@ -129,14 +136,14 @@ def parallelize(
     example = planning.examples(model) if example_inputs is None else example_inputs
     options: dict[str, Any] = dict(
         precision=precision, placements=placements, outputs=outputs, float64=float64, dynamic_dims=dynamic_dims,
-        world_size=torch.distributed.get_world_size(),
+        cp_attention=cp_attention, world_size=torch.distributed.get_world_size(),
     )  # fmt: skip
     program = together(lambda: compile(model, mesh, example, **options))
 
     def other(training: bool) -> Program:
         """The program of the other mode, with the parameters where they lie already and modules as the user pinned."""
         pins = for_other_mode(read_pins(placements, program.mesh), {n: p.layout for n, p in program.parameters.items()})
-        asked = Asked(precision or Precision(), outputs == "local", float64, dynamic_dims)
+        asked = Asked(precision or Precision(), outputs == "local", float64, dynamic_dims, cp_attention)
         return _program(
             planning.skeleton(model).train(training), program.mesh, example, pins, asked, of_other_mode=True
         )

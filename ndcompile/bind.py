@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ndcompile.errors import CompileError
-from ndcompile.mesh import MeshLike, MeshSpec
+from ndcompile.mesh import GATHERED, MeshLike, MeshSpec
 from ndcompile.program import Program
 from ndcompile.runtime import Mesh, Root, State, private, use
 from ndcompile.runtime.agreement import alike, everyones, together
@@ -306,10 +306,10 @@ def execute(
 
 
 def _shape_in_compute(plan: ParameterPlan, mesh: Mesh) -> tuple[int, ...]:
-    """Whole along data axes, which are gathered; this rank's part along the others."""
+    """Whole along the axes that are gathered; this rank's part along the others."""
     shape = list(plan.shape)
     for dim, axes in enumerate(plan.dims):
         for axis in axes:
-            if not axis.startswith("dp_"):
+            if axis not in GATHERED:
                 shape[dim] = mesh[axis].part(shape[dim])
     return tuple(shape)

@@ -14,8 +14,9 @@ from torch import fx
 
 from ndcompile.duties import duties
 from ndcompile.errors import CompileError
-from ndcompile.mesh import MeshAxis, MeshSpec
+from ndcompile.mesh import HEAD_TAIL, MeshAxis, MeshSpec
 from ndcompile.placement import COLLECTIVES, CONVERSIONS, REDUCING, I, Layout, P, Placement, R, S
+from ndcompile.size import ONE, Size, product
 
 
 class CheckError(CompileError):
@@ -259,22 +260,50 @@ def deduce(node: fx.Node, bound: Any, axis: str, given: list[Placement], grads: 
     kinds = {p.kind for p, grad in zip(given, grads, strict=True) if grad}
     if "I" in kinds and kinds != {"I"}:
         raise _mix(node, given, axis, WRONG_GRADIENT)
-    factors: set[str] = set()
+    cuts: set[tuple[str, Size]] = set()
     for i, placement in enumerate(given):
         if placement.kind == "S":
             if placement.dim is None or not bound.operands[i][placement.dim]:
                 raise _mix(node, given, axis, "an operand is sharded along a dim that the op broadcasts")
-            factors.add(_leading(bound, i, placement, node.meta.get("taken", {}).get(axis, {})))
-    if len(factors) > 1:
+            cuts.add(_cut(node, bound, i, axis, given))
+    if len(cuts) > 1 and {factor for factor, _ in cuts} == bound.together:
+        return {_at_once(node, bound, axis, given)}
+    if len(cuts) > 1:
         raise _mix(node, given, axis, "operands are sharded along dims that do not run together")
-    if factors:
-        return {_along(node, bound, axis, given, factors.pop())}
+    for factor, major in cuts:
+        return {_along(node, bound, axis, given, factor, major)}
     if any(p.kind == "P" for p in given):
         return {_partial(node, bound, axis, given)}
     known = {factor for dims in bound.operands for factors in dims for factor in factors}
     taken = node.meta.get("taken", {}).get(axis, {})
     born = {S(d) for d, dims in enumerate(bound.output) if dims and _uncut(bound, dims, taken) not in known}
     return {I} if kinds == {"I"} else {R, *born}
+
+
+def _cut(node: fx.Node, bound: Any, operand: int, axis: str, given: list[Placement]) -> tuple[str, Size]:
+    """The factor that is cut in a dim of several, and within what part of it."""
+    placement = given[operand]
+    if axis.partition(".")[0] not in HEAD_TAIL:
+        return _leading(bound, operand, placement, node.meta.get("taken", {}).get(axis, {})), ONE
+    within, before = Size.read(placement.within), ONE
+    for factor in bound.operands[operand][placement.dim]:
+        size = bound.sizes[factor]
+        if before == within:
+            return str(factor), ONE
+        major = within.gcd(size)
+        if before * major == within and major != size:
+            return str(factor), major
+        before = before * size
+    raise _mix(node, given, axis, f"no factor of dim {placement.dim} begins within {within}")
+
+
+def _at_once(node: fx.Node, bound: Any, axis: str, given: list[Placement]) -> Placement:
+    """An algorithm that shards several factors needs each of them sharded wherever an operand has it."""
+    for i, placement in enumerate(given):
+        has = any(bound.together & set(factors) for factors in bound.operands[i])
+        if has != (placement.kind == "S"):
+            raise _mix(node, given, axis, "one operand is sharded along a dim, another that has the dim is not")
+    return next(S(dim) for dim, factors in enumerate(bound.output) if bound.together & set(factors))
 
 
 def _leading(bound: Any, operand: int, placement: Placement, taken: Mapping[str, int]) -> str:
@@ -291,9 +320,11 @@ def _uncut(bound: Any, dims: tuple[str, ...], taken: Mapping[str, int]) -> str:
     return str(dims[-1])
 
 
-def _along(node: fx.Node, bound: Any, axis: str, given: list[Placement], factor: str) -> Placement:
+def _along(node: fx.Node, bound: Any, axis: str, given: list[Placement], factor: str, major: Size = ONE) -> Placement:
     if factor in bound.whole:
         raise _mix(node, given, axis, "the op acts along the sharded dim, which must be whole")
+    if factor in bound.together and (bound.together != {factor} or axis.partition(".")[0] not in HEAD_TAIL):
+        raise _mix(node, given, axis, "the op needs an algorithm that shards all of its sequences")
     for i, placement in enumerate(given):
         has = any(factor in dim for dim in bound.operands[i])
         if has and placement.kind != "S":
@@ -302,7 +333,10 @@ def _along(node: fx.Node, bound: Any, axis: str, given: list[Placement], factor:
         if factor in factors:
             if any(p.kind == "P" for p in given):
                 raise _mix(node, given, axis, "partial and sharded operands do not mix here")
-            return S(dim)
+            if axis.partition(".")[0] not in HEAD_TAIL:
+                return S(dim)
+            before = product(tuple(bound.sizes[f] for f in factors[: factors.index(factor)])) * major
+            return S(dim, "" if before == ONE else str(before))
     if factor in bound.special:
         return I
     if bound.terms is None:

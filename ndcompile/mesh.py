@@ -12,8 +12,14 @@ from typing import Any
 KINDS = ("dp_replicate", "dp_shard", "cp", "tp")
 """Axis kinds in mesh order, major first: ranks that differ only in `tp` are neighbours."""
 
-BUILT = ("dp_replicate", "dp_shard", "tp")
-"""The kinds that this version compiles for."""
+PLANNED = ("ep", "pp")
+"""Kinds that this version does not compile for."""
+
+GATHERED = ("dp_replicate", "dp_shard", "cp")
+"""The kinds over which a parameter is whole where compute takes it, wherever it lies between steps."""
+
+HEAD_TAIL = ("cp",)
+"""The kinds that shard sequences, of which each rank holds two chunks: an early one and a late one."""
 
 ALIASES = {
     "data_parallel_replicate_degree": "dp_replicate",
@@ -243,12 +249,12 @@ def _refuse_whole_and_parts(sizes: Mapping[str, int], spec: object) -> None:
 
 def _known(name: str, spec: object) -> str:
     whole, dot, number = name.partition(".")
-    if whole in BUILT and (not dot or number.isdecimal()):
+    if whole in KINDS and (not dot or number.isdecimal()):
         return name
-    if name in KINDS:
-        raise MeshError(f"axis '{name}' in mesh '{spec}' is not built yet\n  try  {', '.join(BUILT)}")
-    close = difflib.get_close_matches(name, BUILT, n=1)
-    hint = f"'{close[0]}'" if close else ", ".join(BUILT)
+    if name in PLANNED:
+        raise MeshError(f"axis '{name}' in mesh '{spec}' is not built yet\n  try  {', '.join(KINDS)}")
+    close = difflib.get_close_matches(name, KINDS, n=1)
+    hint = f"'{close[0]}'" if close else ", ".join(KINDS)
     raise MeshError(f"unknown axis '{name}' in mesh '{spec}'\n  try  {hint}")
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from ndcompile.axes import KINDS
 from ndcompile.errors import CompileError
+from ndcompile.mesh import GATHERED, MeshSpec
 from ndcompile.mesh import KINDS as AXIS_KINDS
-from ndcompile.mesh import MeshSpec
 from ndcompile.placement import Layout, Placement, R, S
 
 Pins = Mapping[str, Mapping[str, Placement]]
@@ -34,10 +33,10 @@ def read_pins(placements: Mapping[str, Mapping[str, Any]] | None, mesh: MeshSpec
                 )
             if mesh.size(axis.partition(".")[0]) == 1:
                 continue
-            if KINDS[axis.partition(".")[0]].shards_batch:
+            if axis.partition(".")[0] in GATHERED:
                 raise CompileError(
-                    f"the pin '{pattern}' is on data axis '{axis}'",
-                    why="data axes are forced: inputs are sharded on the batch, parameters whole where they are used",
+                    f"the pin '{pattern}' is on axis '{axis}'",
+                    why="data axes and cp are forced: inputs are sharded, parameters whole where they are used",
                     tries="a pin on tp",
                 )
             found.setdefault(pattern, {})[axis] = _placement(pattern, given)
@@ -75,7 +74,7 @@ def for_other_mode(pins: Pins, layouts: Mapping[str, Layout]) -> dict[str, dict[
 
 def _as_pin(layout: Layout) -> dict[str, Placement]:
     """A parameter's layout as pins on the axes where there is a choice."""
-    return {a: layout.on(a) for a in layout.axes if not KINDS[a.partition(".")[0]].shards_batch}
+    return {a: layout.on(a) for a in layout.axes if a.partition(".")[0] not in GATHERED}
 
 
 def resolve_pins(

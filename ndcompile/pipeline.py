@@ -18,6 +18,7 @@ from ndcompile.codegen.emit import Emitted, Names, emit
 from ndcompile.dense import dense_masks
 from ndcompile.fold import unfold
 from ndcompile.mesh import MeshSpec
+from ndcompile.passes.choose_attention import choose_attention
 from ndcompile.passes.cut_linears import cut_linears
 from ndcompile.passes.drop_noops import drop_noops
 from ndcompile.passes.follow_device import follow_device
@@ -54,6 +55,7 @@ class Job:
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     local_outputs: bool = False
     all_pins_match: bool = True
+    cp_attention: str | None = None
     reference: fx.GraphModule | None = None
     emitted: Emitted | None = None
     problems: dict[str, Problem] = field(default_factory=dict)
@@ -123,6 +125,7 @@ PIPELINE: tuple[Step, ...] = (
             lambda graph, mesh: checks.ops_are_legal(graph, mesh, signature),
         ),
     ),
+    Step("choose_attention", lambda job: choose_attention(job.graph, job.mesh, job.cp_attention)),
     Step("codegen", _emit),
 )
 

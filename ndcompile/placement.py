@@ -12,15 +12,19 @@ class Placement:
 
     `R` and `I` hold equal tensors: the gradient of `R` is partial, that of `I` is equal on every rank. `S(dim)` holds
     the parts of dim `dim`, in rank order. `P(op)` holds different tensors that `op` makes the value of.
+
+    `S(dim)` with `within` is of a dim that is a product: for each index of its major part, whose size `within` names,
+    the ranks hold the parts of the rest. So lies a sequence in a dim that joins batch and sequence.
     """
 
     kind: str
     dim: int | None = None
     op: str | None = None
+    within: str = ""
 
     def __str__(self) -> str:
         if self.kind == "S":
-            return f"S({self.dim})"
+            return f"S({self.dim} in {self.within})" if self.within else f"S({self.dim})"
         return f"P({self.op})" if self.kind == "P" and self.op != "sum" else self.kind
 
     __repr__ = __str__
@@ -42,9 +46,9 @@ R = Placement("R")
 I = Placement("I")  # noqa: E741 - the field's letter for invariant
 
 
-def S(dim: int) -> Placement:
-    """Sharded along tensor dim `dim`."""
-    return Placement("S", dim=dim)
+def S(dim: int, within: str = "") -> Placement:
+    """Sharded along tensor dim `dim`, or along what is minor to its part of size `within`."""
+    return Placement("S", dim=dim, within=within)
 
 
 def P(op: str = "sum") -> Placement:
@@ -104,6 +108,8 @@ class Layout:
 
     dims: tuple[tuple[str, ...], ...]
     rest: tuple[tuple[str, Placement], ...]
+    within: tuple[tuple[str, str], ...] = ()
+    """Of an axis that shards the minor part of its dim, the major part's size."""
 
     @classmethod
     def make(cls, rank: int, placements: Mapping[str, Placement]) -> Layout:
@@ -116,13 +122,13 @@ class Layout:
                 )
                 dims[placement.dim] += (axis,)
         rest = tuple(sorted((axis, p) for axis, p in placements.items() if p.kind != "S"))
-        return cls(tuple(dims), rest)
+        return cls(tuple(dims), rest, tuple(sorted((axis, p.within) for axis, p in placements.items() if p.within)))
 
     def on(self, axis: str) -> Placement:
         """The placement on one axis; an axis that is not named is replicated."""
         for dim, axes in enumerate(self.dims):
             if axis in axes:
-                return S(dim)
+                return S(dim, dict(self.within).get(axis, ""))
         return dict(self.rest).get(axis, R)
 
     @property
@@ -133,18 +139,20 @@ class Layout:
     @property
     def dual(self) -> Layout:
         """The gradient's layout."""
-        return Layout(self.dims, tuple((axis, placement.dual) for axis, placement in self.rest))
+        return Layout(self.dims, tuple((axis, placement.dual) for axis, placement in self.rest), self.within)
 
     def replace(self, axis: str, placement: Placement) -> Layout:
         """The layout with another placement on one axis; a new shard is the minor one of its dim."""
         dims = [tuple(a for a in axes if a != axis) for axes in self.dims]
         rest = tuple((a, p) for a, p in self.rest if a != axis)
+        within = tuple((a, size) for a, size in self.within if a != axis)
         if placement.kind == "S":
             assert placement.dim is not None and 0 <= placement.dim < len(dims), f"{placement} of {len(dims)} dims"
             dims[placement.dim] += (axis,)
+            within = tuple(sorted((*within, (axis, placement.within)))) if placement.within else within
         else:
             rest = tuple(sorted((*rest, (axis, placement))))
-        return Layout(tuple(dims), rest)
+        return Layout(tuple(dims), rest, within)
 
     def without(self, axes: Iterable[str]) -> Layout:
         """The layout on the other axes only."""
@@ -152,10 +160,11 @@ class Layout:
         return Layout(
             tuple(tuple(a for a in dim if a not in gone) for dim in self.dims),
             tuple((a, p) for a, p in self.rest if a not in gone),
+            tuple((a, size) for a, size in self.within if a not in gone),
         )
 
     def __str__(self) -> str:
-        parts = [f"{axis} S({dim})" for dim, axes in enumerate(self.dims) for axis in axes]
+        parts = [f"{axis} {self.on(axis)}" for axes in self.dims for axis in axes]
         return " · ".join(parts + [f"{axis} {placement}" for axis, placement in self.rest])
 
     __repr__ = __str__

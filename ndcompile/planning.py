@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ndcompile.autocast import Autocast
-from ndcompile.axes import KINDS
+from ndcompile.axes import KINDS, parts
 from ndcompile.capture import Captured
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshSpec
@@ -24,7 +24,7 @@ from ndcompile.runtime.manifest import Argument, InputPlan, Manifest, digest
 from ndcompile.twin import on_meta
 
 
-def check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def check_option(name: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
     if value not in allowed:
         raise CompileError(f"{name}={value!r} is no option", tries=" or ".join(map(repr, allowed)))
 
@@ -146,14 +146,17 @@ def _output(value: Any, mesh: MeshSpec) -> dict[str, list[int]]:
 
 
 def _multiples(job: Job) -> dict[str, dict[str, int]]:
-    """The axes that the sequence must divide by: those that shard it somewhere, parts of one axis together."""
+    """What a sequence must divide by, and over which axes: those that shard it somewhere, and all on one dim."""
     found: dict[str, dict[str, int]] = {}
     for node in job.graph.graph.nodes:
         if "layout" not in node.meta or node.meta["layout"] is None:
             continue
         for dim, axes in enumerate(node.meta["layout"].dims):
-            kinds = {job.mesh[a].kind for a in axes if not KINDS[job.mesh[a].kind].shards_batch}
-            for kind in kinds if "s" in node.meta["shape"][dim].symbols else ():
-                ranks = job.mesh.size(*(a for a in axes if job.mesh[a].kind == kind))
-                found.setdefault("s", {})[kind] = max(ranks, found.get("s", {}).get(kind, 1))
+            here = [a for a in axes if not KINDS[job.mesh[a].kind].shards_batch]
+            kinds = list(dict.fromkeys(job.mesh[a].kind for a in here))
+            for symbol in set(node.meta["shape"][dim].symbols) - {"b"} if kinds else ():
+                for over in {" × ".join(kinds), kinds[0]}:
+                    ranks = job.mesh.size(*(a for a in here if job.mesh[a].kind in over.split(" × ")))
+                    least = found.setdefault(symbol, {}).get(over, 1)
+                    found[symbol][over] = max(parts(over, ranks), least)
     return found

@@ -17,7 +17,7 @@ from ndcompile.fold import repeat_of
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import I, Placement, R, S
 from ndcompile.rules.notation import Signature
-from ndcompile.rules.registry import operands, results, signature, updates
+from ndcompile.rules.registry import op_name, operands, results, signature, updates
 from ndcompile.rules.rows import Row, rows
 from ndcompile.size import Size
 
@@ -34,6 +34,11 @@ class State:
     taken: dict[fx.Node, dict[str, int]] = field(default_factory=dict)
     signatures: dict[fx.Node, Signature] = field(default_factory=dict)
     parts: dict[fx.Node, int] = field(default_factory=dict)
+
+    @property
+    def batch(self) -> Size:
+        """The size of the batch: a multiple of the ranks that shard it."""
+        return Size(self.mesh.size(*(a.name for a in self.mesh.axes if KINDS[a.kind].shards_batch)), ("b",))
 
     def __post_init__(self) -> None:
         for node in self.ops():
@@ -61,7 +66,7 @@ def problem_on(state: State, kind: AxisKind, ranks: int) -> Problem:
         _add(problem, node, options, [price * row.output.whole for row in options])
     for node in state.ops():
         options = _op_rows(state, node, kind, ranks)
-        _add(problem, node, options, [_op_cost(state, node, row, ranks) for row in options])
+        _add(problem, node, options, [_op_cost(state, node, kind, row, ranks) for row in options])
     _add_edges(state, problem, kind, ranks)
     _add_outputs(state, problem, kind, ranks)
     return problem
@@ -116,16 +121,44 @@ def _op_rows(state: State, node: fx.Node, kind: AxisKind, ranks: int) -> list[Ro
         state.signatures[node],
         [o.meta["grad"] for o in ([node] if node.meta.get("port") else operands(node))],
     )
-    found = rows(bound, ranks, taken=state.taken[node], grads=grads)
-    return [row for row in found if row.factor is None or kind.shards(bound.sizes[row.factor])]
+    found = rows(bound, ranks, taken=state.taken[node], grads=grads, batch=state.batch if kind.attends else None)
+    return [row for row in found if row.factor is None or _may_shard(node, kind, bound, row)]
 
 
-def _op_cost(state: State, node: fx.Node, row: Row, ranks: int) -> float:
+def _may_shard(node: fx.Node, kind: AxisKind, bound: Signature, row: Row) -> bool:
+    """Whether an axis of this kind may run the op so: what counts needs its place in a whole dim."""
+    assert row.factor is not None
+    if kind.attends and op_name(node.target) in COUNTING and any(p.within for p in (*row.operands, row.output)):
+        return False
+    return kind.shards(bound.sizes[row.factor]) and not (kind.attends and op_name(node.target) in RANGES)
+
+
+RANGES = frozenset({"aten.arange.default", "aten.arange.start", "aten.arange.start_step"})
+"""Cheap, and the same on every rank: a rank takes its part of the numbers."""
+
+COUNTING = frozenset({"runtime.dropout"})
+"""Ops that use an element's index in the whole value."""
+
+
+def _op_cost(state: State, node: fx.Node, kind: AxisKind, row: Row, ranks: int) -> float:
     """An op on a whole value is repeated on every rank: that is what makes sharded norms worth it."""
     share = 1 / ranks if row.factor else 1.0
+    together = state.signatures[node].together if node in state.signatures else frozenset()
+    exchanged = _keys_and_values(state, node, ranks) if row.factor in together and len(together) > 1 else 0.0
     read = sum(o.meta["nbytes"] / state.parts[o] for o in operands(node))
     moved = read + node.meta["nbytes"] / state.parts[node]
-    return op_time(_flops(state, node) * share, moved * share)
+    repeated = REPEATED if kind.attends and row.factor is None and node.meta["grad"] else 1.0
+    return exchanged + op_time(_flops(state, node), moved) * share * repeated
+
+
+REPEATED = 1e3
+"""How much dearer an op is that every rank of a sequence's axis would repeat: to share that work is what it is for."""
+
+
+def _keys_and_values(state: State, node: fx.Node, ranks: int) -> float:
+    """Seconds in which attention over its axis brings keys and values to every rank, and their gradients back."""
+    _, *both = operands(node)[:3]
+    return sum(conversion_time(S(0), R, v.meta["nbytes"] / state.parts[v], ranks, v.meta["grad"]) for v in both)
 
 
 def _flops(state: State, node: fx.Node) -> float:
@@ -205,6 +238,8 @@ class _EdgeCost:
             return float("inf")  # a sharded parameter is used where it lies; data axes gather it before
         if self.bucketed and source.kind in "IS":
             return float("inf")
+        if source.within or target.within:
+            return float("inf")  # only a reshape leaves or enters such a shard
         exchanged = (source, target) if source.kind == "S" else (target,)
         if target.kind == "S" and not all(self._even(placement) for placement in exchanged):
             return float("inf")
@@ -218,7 +253,8 @@ class _EdgeCost:
         if placement.dim >= len(self.shape):
             return False
         size = self.shape[placement.dim]
-        return self.kind.shards(size) and size.divides_by(self.ranks)
+        joined = self.kind.attends and "b" in size.symbols
+        return self.kind.shards(size) and size.divides_by(self.ranks) and not joined
 
 
 def _add_outputs(state: State, problem: Problem, kind: AxisKind, ranks: int) -> None:
@@ -232,7 +268,7 @@ def _add_outputs(state: State, problem: Problem, kind: AxisKind, ranks: int) -> 
         dim = batch_dim(shape) if kind.shards_batch else None
         wanted = [I] if dim is None else [S(dim)]
         if not kind.shards_batch and not state.local_outputs and node not in written:
-            wanted += [S(d) for d in range(len(shape))]
+            wanted += [S(d) for d in range(len(shape)) if not (kind.attends and "b" in shape[d].symbols)]
         problem.rows[key] = [Row((p,), p) for p in wanted]
         problem.costs[key] = [0.0] * len(wanted)
         inner = _EdgeCost.of(state, node, kind, ranks)

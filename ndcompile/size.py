@@ -37,6 +37,14 @@ class Size:
                 size = size * (substitute or {}).get(str(base), cls(1, (str(base),)))
         return size
 
+    @classmethod
+    def read(cls, text: str) -> Size:
+        """A size from its text; nothing is 1."""
+        total = ONE
+        for part in text.split("·") if text else []:
+            total = total * (cls(int(part)) if part.isdecimal() else cls(1, (part,)))
+        return total
+
     def __mul__(self, other: Size) -> Size:
         return Size(self.coefficient * other.coefficient, tuple(sorted(self.symbols + other.symbols)))
 

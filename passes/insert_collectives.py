@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import fx
 from ndcompile import runtime
 from ndcompile.axes import KINDS
 from ndcompile.fold import in_run
-from ndcompile.mesh import MeshAxis, MeshSpec
-from ndcompile.placement import I, Layout, Placement, R
+from ndcompile.mesh import GATHERED, MeshAxis, MeshSpec
+from ndcompile.placement import I, Layout, Placement, R, S
 from ndcompile.precision import Precision
 from ndcompile.route import Move, route
 from ndcompile.rules.registry import operands, results
@@ -65,7 +66,7 @@ class _Inserter:
     def _entered(self, value: fx.Node, wanted: Layout, before: fx.Node) -> fx.Node:
         """The parameter as the segment's bucket gives it: gathered, and `R` where the use is and no shard is."""
         moves, layout = [], value.meta["stored"]
-        for axis in reversed([a for a in self.mesh.names if KINDS[self.mesh[a].kind].shards_batch]):
+        for axis in reversed([a for a in self.mesh.names if self.mesh[a].kind in GATHERED]):
             if layout.on(axis) != R:
                 moves.append(Move((axis,), layout.on(axis), R))
                 layout = layout.replace(axis, R)
@@ -79,16 +80,36 @@ class _Inserter:
             self.made[key] = start
         return self.made[key]
 
+    def in_order(self, value: fx.Node, before: fx.Node) -> fx.Node:
+        """A result of which each rank holds one part, where it holds two, head–tail: there and back by another dim."""
+        layout = value.meta["layout"]
+        for dim, axes in enumerate(layout.dims):
+            for axis in axes:
+                if _balanced(value, dim, (axis,), self.mesh):
+                    start, there = value, _detour(value, axis, dim, self.mesh)
+                    moves = (Move((axis,), S(dim), there), Move((axis,), there, S(dim)))
+                    value = self._chain(value, moves[:1], before, bucket=False)
+                    value = self._chain(value, moves[1:], before, bucket=False, natural=True)
+                    for node in _chain_of(value, start):
+                        node.meta |= {k: before.meta.get(k) for k in PLACE}
+        return value
+
     def _chain(
-        self, value: fx.Node, moves: tuple[Move, ...], before: fx.Node, bucket: bool, layout: Layout | None = None
+        self,
+        value: fx.Node,
+        moves: tuple[Move, ...],
+        before: fx.Node,
+        bucket: bool,
+        layout: Layout | None = None,
+        natural: bool = False,
     ) -> fx.Node:
         layout = layout or value.meta["layout"]
         with self.graph.graph.inserting_before(before):
-            for move in moves:
-                arguments = _arguments(value, move, layout, self.mesh)
+            for move in moves if bucket else one_by_one(moves, value, self.mesh):
+                arguments = _arguments(value, move, layout, self.mesh, natural)
                 node = self.graph.graph.call_function(getattr(runtime, move.conversion.name), *arguments)
                 layout = move.apply(layout)
-                node.meta = _meta(value, before, move, layout, bucket, self.precision)
+                node.meta = _meta(value, before, move, layout, bucket, self.precision) | dict(natural=natural)
                 value = node
         return value
 
@@ -103,6 +124,32 @@ def _segment(value: fx.Node, before: fx.Node) -> dict[str, Any]:
 
 
 PLACE = ("segment", "block", "kind", "place")
+
+
+def one_by_one(moves: tuple[Move, ...], value: fx.Node, mesh: MeshSpec) -> Iterator[Move]:
+    """The same moves, but an axis on which a dim lies head–tail moves by itself: the last in first out."""
+    for move in moves:
+        dims = [p.dim for p in (move.source, move.target) if p.dim is not None]
+        if any(_balanced(value, dim, (axis,), mesh) for axis in move.axes for dim in dims):
+            leaving = move.source.kind == "S"
+            yield from (Move((axis,), move.source, move.target) for axis in (move.axes[::-1] if leaving else move.axes))
+        else:
+            yield move
+
+
+def _detour(value: fx.Node, axis: str, dim: int, mesh: MeshSpec) -> Placement:
+    """Another dim that the axis can shard for a while; replicated if there is none."""
+    shape, dims, ranks = value.meta["shape"], value.meta["layout"].dims, mesh.size(axis)
+    for other in reversed(range(len(shape))):
+        left = mesh.size(*dims[other]) * ranks
+        if other != dim and shape[other].constant and shape[other].divides_by(left):
+            return S(other)
+    return I if value.meta["grad"] else R
+
+
+def _balanced(value: fx.Node, dim: int, axes: tuple[str, ...], mesh: MeshSpec) -> bool:
+    """Whether the dim lies head–tail on the axes: a sequence, over the axis of a kind that shards those."""
+    return KINDS[mesh[axes[0]].kind].attends and not value.meta["shape"][dim].constant
 
 
 def _chain_of(last: fx.Node, start: fx.Node) -> list[fx.Node]:
@@ -121,11 +168,16 @@ def same(here: Layout, there: Layout, grad: bool) -> bool:
     return all(p == rest[a] or (p.whole and rest[a].whole) for a, p in here.rest)
 
 
-def _arguments(value: fx.Node, move: Move, layout: Layout, mesh: MeshSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(
+    value: fx.Node, move: Move, layout: Layout, mesh: MeshSpec, natural: bool = False
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """With `natural` a target's parts are in rank order, whatever its dim is."""
     axis = MeshAxis(move.axes)
     source, target = move.source, move.target
-    if source.kind == target.kind == "S":
-        return (value, axis), dict(source=source.dim, target=target.dim)
+    if source.dim is not None and target.dim is not None:
+        orders = dict(balanced=source.dim) | ({} if natural else dict(balanced_target=target.dim))
+        given = {name: True for name, d in orders.items() if _balanced(value, d, move.axes, mesh)}
+        return (value, axis), dict(source=source.dim, target=target.dim, **given)
     if source.kind == "P" and source.op != "sum":
         return (value, axis), dict(op=source.op)
     dim = source.dim if source.kind == "S" else target.dim
@@ -134,7 +186,8 @@ def _arguments(value: fx.Node, move: Move, layout: Layout, mesh: MeshSpec) -> tu
     others = mesh.size(*(a for a in layout.dims[dim] if a not in move.axes))
     size = value.meta["shape"][dim]
     if size.divides_by(others * mesh.size(*move.axes)):
-        return (value, axis), dict(dim=dim)
+        balanced = _balanced(value, dim, move.axes, mesh) and not natural
+        return (value, axis), dict(dim=dim) | (dict(balanced=True) if balanced else {})
     assert size.divides_by(others), "only one axis may cut a dim unevenly"
     return (value, axis), dict(dim=dim, size=size.coefficient // others)
 
@@ -192,7 +245,7 @@ def _convert_results(inserter: _Inserter, graph: fx.GraphModule) -> None:
         if not isinstance(value, fx.Node):
             converted.append(value)
             continue
-        new = inserter.converted(value, next(layouts), output)
+        new = inserter.in_order(inserter.converted(value, next(layouts), output), output)
         if data and new.meta["grad"] and _sharded(new.meta["layout"].on(data[0])):
             with graph.graph.inserting_before(output):
                 scaled = graph.graph.call_function(runtime.scale_gradient, (new, 1 / mesh.size(*data)))

@@ -24,10 +24,12 @@ def measure_values(graph: fx.GraphModule, mesh: MeshSpec) -> fx.GraphModule:
 
 
 def measure(graph: fx.GraphModule, mesh: MeshSpec) -> None:
-    """Set `shape` (monomials): the batch is a multiple of the data axes, the sequence of the others."""
+    """Set `shape` (monomials): the batch is a multiple of the data axes, a sequence of the others."""
     data = math.prod(axis.size for axis in mesh.axes if KINDS[axis.kind].shards_batch)
     rest = math.prod(axis.size for axis in mesh.axes if not KINDS[axis.kind].shards_batch)
-    symbols = {"b": Size(data, ("b",)), "s": Size(rest, ("s",))}
+    given = [n for n in graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "input"]
+    lengths = {str(x) for n in given for size in n.meta["sizes"] for x in sympy.sympify(size).free_symbols} - {"b"}
+    symbols = {"b": Size(data, ("b",))} | {name: Size(rest, (name,)) for name in lengths}
     for node in graph.graph.nodes:
         if "sizes" in node.meta:
             node.meta["shape"] = tuple(Size.of(size, symbols) for size in node.meta["sizes"])

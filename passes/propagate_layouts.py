@@ -11,13 +11,14 @@ from ndcompile.axes import KINDS
 from ndcompile.choose import Infeasible, Problem, choose
 from ndcompile.errors import CompileError
 from ndcompile.heads import Attention, attentions
-from ndcompile.mesh import MeshSpec
+from ndcompile.mesh import GATHERED, MeshSpec
 from ndcompile.pins import Pins, resolve_pins
 from ndcompile.placement import I, Layout, Placement, S
 from ndcompile.problem import State, batch_dim, key_of, problem_on, returned
 from ndcompile.rules.layers import HEADS
-from ndcompile.rules.registry import operands, updates
+from ndcompile.rules.registry import op_name, operands, updates
 from ndcompile.rules.rows import Row
+from ndcompile.size import Shape
 
 
 def propagate_layouts(
@@ -59,6 +60,7 @@ def _place(state: State, axis: str, pinned: Mapping[fx.Node, Placement], heads: 
     for node in [*state.sources(), *state.ops()]:
         _decide(state, node, axis, ranks, chosen[key_of(node)])
     _require_heads(state, axis, heads)
+    _require_sequences(state, axis)
     return problem
 
 
@@ -110,10 +112,13 @@ def _decide(state: State, node: fx.Node, axis: str, ranks: int, row: Row) -> Non
         state.parts[node] *= ranks
     if node in state.taken:
         node.meta.setdefault("taken", {})[axis] = dict(state.taken[node])
-    if row.factor is not None and node in state.taken:
-        state.taken[node][row.factor] = state.taken[node].get(row.factor, 1) * ranks
-        if row.factor in state.signatures[node].masked | state.signatures[node].special:
-            node.meta.setdefault("algorithm_axes", []).append((axis, row.factor))
+    if row.factor is None or node not in state.signatures:
+        return
+    bound = state.signatures[node]
+    for factor in bound.together if row.factor in bound.together else (row.factor,):
+        state.taken[node][factor] = state.taken[node].get(factor, 1) * ranks
+    if row.factor in bound.masked | bound.special | bound.together:
+        node.meta.setdefault("algorithm_axes", []).append((axis, row.factor))
 
 
 def _require_heads(state: State, axis: str, heads: list[Attention]) -> None:
@@ -137,6 +142,34 @@ def _require_heads(state: State, axis: str, heads: list[Attention]) -> None:
         )
 
 
+def _require_sequences(state: State, axis: str) -> None:
+    """An axis of sequences shares the work on them, or the mesh is refused: each rank would do all of it."""
+    kind = KINDS[state.mesh[axis].kind]
+    if not kind.attends:
+        return
+    long = [n for n in state.ops() if any(kind.shards(size) for size in n.meta["shape"])]
+    if not any(node.meta["placements"][axis].kind == "S" for node in long):
+        raise CompileError(
+            f"axis '{axis}' has nothing to shard",
+            why="no value has a sequence of a length that is open when the model is compiled",
+            tries="a mesh without cp, or dynamic_dims={'input': {1: 's'}}",
+        )
+    for node in long:
+        name = op_name(node.target)
+        if node.meta["grad"] and node.meta["placements"][axis].whole and any(work in name for work in HEAVY):
+            raise CompileError(
+                f"{name} needs the whole sequence, and each rank of axis '{axis}' would repeat it",
+                node=f"%{node.name}   {node.meta['module']}",
+                source=node.meta["source"],
+                why="no algorithm is known here that shares it between ranks",
+                tries="a mesh without cp",
+            )
+
+
+HEAVY = ("attention", "conv", "linear", "matmul", "mm", "einsum", "lstm", "gru", "rnn")
+"""What does the work of a model, by a part of the op's name."""
+
+
 def _store(state: State, mesh: MeshSpec) -> None:
     """Turn placements into layouts; parameters get the dim that data axes shard where they lie."""
     order = sorted(mesh.names, key=lambda name: KINDS[mesh[name].kind].integers)
@@ -157,14 +190,27 @@ def _store(state: State, mesh: MeshSpec) -> None:
 
 
 def _stored(node: fx.Node, mesh: MeshSpec, order: list[str]) -> Layout:
+    """What is gathered is so first: it is the minor part of its dim."""
     shape, used = node.meta["shape"], node.meta["placements"]
-    taken = {p.dim: mesh.size(a) for a, p in used.items() if p.kind == "S"}
-    free = [d for d in range(len(shape)) if shape[d].divides_by(taken.get(d, 1))]  # one axis may cut a dim unevenly
-    dims = sorted(free, key=lambda d: (d in taken, d))
-    dim = dims[0] if dims else None
-    outer_first = sorted(order, key=lambda name: KINDS[mesh[name].kind].shards_batch)  # data axes are gathered first
-    placements = {a: KINDS[mesh[a].kind].stored(used[a], dim) for a in outer_first}
+    dim, several = _gathered_dim(shape, used, mesh)
+    placements = {a: used[a] for a in order if mesh[a].kind not in GATHERED}
+    cut = False
+    for axis in (a for a in order if mesh[a].kind in GATHERED):
+        stored = KINDS[mesh[axis].kind].stored(used[axis], None if cut and not several else dim)
+        cut = cut or stored.kind == "S"
+        placements[axis] = stored
     return Layout.make(len(shape), placements)
+
+
+def _gathered_dim(shape: Shape, used: Mapping[str, Placement], mesh: MeshSpec) -> tuple[int | None, bool]:
+    """The dim that gathered axes shard, and whether all of them may: only one may cut a dim unevenly."""
+    taken = {p.dim: mesh.size(a) for a, p in used.items() if p.kind == "S"}
+    cutting = [a for a in used if mesh[a].kind in GATHERED and KINDS[mesh[a].kind].stored(used[a], 0).kind == "S"]
+    free = [d for d in range(len(shape)) if shape[d].divides_by(taken.get(d, 1))]
+    dims = sorted(free, key=lambda d: (d in taken, d))
+    even = [d for d in dims if shape[d].divides_by(taken.get(d, 1) * mesh.size(*cutting))]
+    found = (even or dims) if len(cutting) > 1 else dims
+    return (found[0] if found else None), len(cutting) < 2 or bool(even)
 
 
 def _end_layout(node: fx.Node, mesh: MeshSpec, order: list[str], local: bool) -> Layout:

@@ -52,7 +52,7 @@ def refusal(model: nn.Module, mesh: Any, inputs: Any = X, **options: Any) -> str
 
 WHOLE_NUMBER = "  try  a whole number of ranks, at least 1, or -1 for the rest"
 MESHES: dict[str, tuple[Any, str]] = {
-    "unknown": ("pp=2", lines("unknown axis 'pp' in mesh 'pp=2'", "  try  dp_replicate, dp_shard, tp")),
+    "unknown": ("dp=2", lines("unknown axis 'dp' in mesh 'dp=2'", "  try  dp_replicate, dp_shard, cp, tp")),
     "misspelt": ("tpp=2", lines("unknown axis 'tpp' in mesh 'tpp=2'", "  try  'tp'")),
     "repeated": ("tp=2, tp=2", lines("axis 'tp' is given twice in mesh 'tp=2, tp=2'", "  try  one size for each axis")),
     "zero": ("tp=0", lines("axis 'tp' has size 0 in mesh 'tp=0'", WHOLE_NUMBER)),
@@ -242,8 +242,8 @@ PINS: dict[str, tuple[Mapping[str, Any], str]] = {
     "is on a data axis": (
         {"up.weight": {"dp_shard": nd.S(0)}},
         lines(
-            "the pin 'up.weight' is on data axis 'dp_shard'",
-            "  why     data axes are forced: inputs are sharded on the batch, parameters whole where they are used",
+            "the pin 'up.weight' is on axis 'dp_shard'",
+            "  why     data axes and cp are forced: inputs are sharded, parameters whole where they are used",
             "  try     a pin on tp",
         ),
     ),
@@ -462,8 +462,8 @@ ON_RANKS: dict[Callable[[int], None], str | list[str]] = {
         "  try  sizes whose product is 2; one of them may be -1 (the rest)",
     ),
     odd_sequence: lines(
-        "input 'ids' has size 7 at dim 1, which does not divide by axis 'tp' of 2 ranks",
-        "  why  its parts must be equal",
+        "input 'ids' has size 7 at dim 1, which does not divide by 2",
+        "  why  axis 'tp' cuts it into 2 equal parts",
         "  try  size 6 or 8",
     ),
     unequal_batches: lines(

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "borders": set(),
     "fold": {"borders"},
     "capture": {"size", "autocast", "inputs", "twin", "regions", "borders", "fold", "functional", "literals"},
-    "checks": {"placement", "mesh", "duties"},
+    "checks": {"placement", "mesh", "size", "duties"},
     "duties": {"placement", "mesh"},
     "codegen": {"placement", "mesh", "size", "rules", "fold"},
     "runtime": {"placement", "mesh"},

@@ -1,10 +1,17 @@
 """Axis kinds: what each seeds on inputs and parameters, and what it may shard."""
 
+from ndcompile.axes.cp import CP
 from ndcompile.axes.data import DP_REPLICATE, DP_SHARD
 from ndcompile.axes.kind import AxisKind
 from ndcompile.axes.tp import TP
 
-KINDS: dict[str, AxisKind] = {"dp_replicate": DP_REPLICATE, "dp_shard": DP_SHARD, "tp": TP}
+KINDS: dict[str, AxisKind] = {"dp_replicate": DP_REPLICATE, "dp_shard": DP_SHARD, "cp": CP, "tp": TP}
 """By name; a sub-axis has its whole's kind."""
 
-__all__ = ["KINDS", "AxisKind"]
+
+def parts(over: str, ranks: int) -> int:
+    """Into how many parts axes of these kinds (`cp × tp`) cut a sequence: head–tail each rank has two."""
+    return ranks * (2 if over in KINDS and KINDS[over].attends else 1)
+
+
+__all__ = ["KINDS", "AxisKind", "parts"]

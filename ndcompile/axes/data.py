@@ -7,20 +7,20 @@ from ndcompile.placement import I, Placement, R, S
 from ndcompile.size import Shape
 
 
-def _used_whole(shape: Shape, ranks: int) -> list[Placement]:
+def used_whole(shape: Shape, ranks: int) -> list[Placement]:
     return [R]
 
 
-def _kept_whole(use: Placement, dim: int | None) -> Placement:
+def kept_whole(use: Placement, dim: int | None) -> Placement:
     return I
 
 
-def _kept_sharded(use: Placement, dim: int | None) -> Placement:
+def kept_sharded(use: Placement, dim: int | None) -> Placement:
     return I if dim is None else S(dim)
 
 
-DP_REPLICATE = AxisKind("b", False, True, _used_whole, _kept_whole, price=0.0)
+DP_REPLICATE = AxisKind("b", False, True, used_whole, kept_whole, price=0.0)
 """DDP: parameters are `I`; at use `I→R`, whose backward is the all-reduce."""
 
-DP_SHARD = AxisKind("b", False, True, _used_whole, _kept_sharded, price=0.0)
+DP_SHARD = AxisKind("b", False, True, used_whole, kept_sharded, price=0.0)
 """FSDP: parameters are `S(dim)`; at use `S→R`, an all-gather whose backward is the reduce-scatter."""

@@ -128,7 +128,7 @@ class _Emitter:
             arguments = [f'"{path}"']
             gather = {
                 m.meta["move"].axes[0]: m.kwargs["dim"]
-                for m in entry.moves
+                for m in reversed(entry.moves)  # the minor axis of a dim is gathered first
                 if op_name(m.target) == "runtime.all_gather"
             }
             reduce = [m.meta["move"].axes[0] for m in entry.moves if op_name(m.target) == "runtime.replicate"]
@@ -479,7 +479,7 @@ SHOWN = ("linear", "mm", "matmul", "embedding", "scaled_dot", "attention", "cros
 RUNTIME = frozenset(
     "replicate invariant shard partial shard_invariant partial_invariant all_gather all_gather_invariant all_to_all "
     "pad all_reduce all_reduce_invariant reduce_scatter embedding cross_entropy dropout attention "
-    "attention_with_dropout arange fold scale_gradient grouped_linear histogram literal "
+    "attention_with_dropout context_attention arange fold scale_gradient grouped_linear histogram literal "
     "batch_norm moving_average lstm gru rnn_tanh rnn_relu".split()
 )
 

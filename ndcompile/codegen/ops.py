@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ndcompile.codegen.sizes import SizeNames, axis_name
-from ndcompile.mesh import MeshAxis
+from ndcompile.mesh import HEAD_TAIL, MeshAxis
 from ndcompile.placement import BY_NAME
 from ndcompile.rules.registry import arguments, op_name
 
@@ -230,8 +230,21 @@ def _algorithm(w: Writer, node: fx.Node, table: fx.Node, dim: int) -> list[str]:
 
 
 def _shards(w: Writer, node: fx.Node) -> str:
-    dims = {d: axes for d, axes in enumerate(node.meta["layout"].dims) if axes}
-    return "{" + ", ".join(f"{d}: {w.axis(axes)}" for d, axes in dims.items()) + "}"
+    return _mapped(w, {d: axes for d, axes in enumerate(node.meta["layout"].dims) if axes})
+
+
+def _mapped(w: Writer, dims: dict[int, tuple[str, ...]]) -> str:
+    return "{" + ", ".join(f"{d}: {_ranks(w, axes)}" for d, axes in dims.items()) + "}"
+
+
+def _ranks(w: Writer, axes: tuple[str, ...]) -> str:
+    """The axes as one; where the first holds two chunks, each by itself, major first."""
+    alone = len(axes) > 1 and w.sizes.mesh[axes[0]].kind in HEAD_TAIL
+    return f"({', '.join(w.axis(axis) for axis in axes)})" if alone else w.axis(axes)
+
+
+ROWS_AND_SIZES = ("causal", "window", "chunk", "prefix", "padding", "documents")
+"""The parts of a mask by name."""
 
 
 def _uneven(w: Writer, node: fx.Node) -> str:
@@ -242,14 +255,49 @@ def _uneven(w: Writer, node: fx.Node) -> str:
 
 def _dropout(w: Writer, node: fx.Node) -> str:
     x, p, key, site = node.args
-    return f"dropout({w.text(x)}, {p}, {w.text(key)}, {site}, shards={_shards(w, node)}{_uneven(w, node)})"
+    given = f"shards={_shards(w, node)}{_uneven(w, node)}{_balanced(w, node)}"
+    return f"dropout({w.text(x)}, {p}, {w.text(key)}, {site}, {given})"
+
+
+def _balanced(w: Writer, node: fx.Node) -> str:
+    """The dims that lie head–tail on their first axis."""
+    dims = node.meta["layout"].dims
+    found = [d for d, axes in enumerate(dims) if axes and w.sizes.mesh[axes[0]].kind in HEAD_TAIL]
+    return f", balanced={tuple(found)}" if found else ""
 
 
 def _attention(w: Writer, node: fx.Node) -> str:
-    return f"attention({w.listed(node)})"
+    return _over_ranks(w, node, node.args[3:], dict(node.kwargs)) or f"attention({w.listed(node)})"
+
+
+def _scaled_dot_product_attention(w: Writer, node: fx.Node) -> str:
+    given = arguments(node)
+    if given["attn_mask"] is None:
+        causal = {"causal": True} if given["is_causal"] else {}
+        scale = {"scale": given["scale"]} if given["scale"] is not None else {}
+        if text := _over_ranks(w, node, (), causal | scale):
+            return text
+    return f"F.scaled_dot_product_attention({w.listed(node)})"
+
+
+def _over_ranks(w: Writer, node: fx.Node, rest: Any, named: dict[str, Any]) -> str:
+    """Attention of a sequence that an axis shards; empty where none does."""
+    if not (axes := node.meta.get("algorithm_axes")):
+        return ""
+    assert not rest, "what else attention takes has a name"
+    listed = [*(w.text(x) for x in node.args[:3]), w.axis(axes[0][0])]
+    listed += [f"{name}={w.text(value)}" for name, value in named.items()]
+    return f"context_attention({', '.join(listed)}, how={node.meta['how']!r})".replace("'", '"')
 
 
 def _attention_with_dropout(w: Writer, node: fx.Node) -> str:
+    if node.meta.get("algorithm_axes"):
+        given = arguments(node)
+        named = {name: given[name] for name in (*ROWS_AND_SIZES, "scale", "key", "site")}
+        kept = {name: value for name, value in named.items() if value is not None and value is not False}
+        batch_and_heads = {d: axes for d, axes in enumerate(node.meta["layout"].dims[:2]) if axes}
+        text = _over_ranks(w, node, (), dict(dropout_p=given["p"]) | kept)
+        return f"{text[:-1]}, shards={_mapped(w, batch_and_heads)})"
     return f"attention_with_dropout({w.listed(node)}, shards={_shards(w, node)}{_uneven(w, node)})"
 
 
@@ -321,6 +369,7 @@ SPECIAL: dict[str, Callable[[Writer, fx.Node], str]] = {
     "runtime.cross_entropy": _cross_entropy,
     "runtime.dropout": _dropout,
     "runtime.attention": _attention,
+    "aten.scaled_dot_product_attention.default": _scaled_dot_product_attention,
     "runtime.attention_with_dropout": _attention_with_dropout,
     "runtime.batch_norm": _batch_norm,
     "aten.batch_norm.default": _kept_batch_norm,

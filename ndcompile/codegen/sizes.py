@@ -213,7 +213,7 @@ class SizeNames:
             yield str(dims[node.name][dim]), " + ".join(str(dims[v.name][dim]) for v in values)
         elif not isinstance(values[0].meta["sizes"][dim], int):
             yield str(dims[node.name][dim]), str(node.meta["sizes"][dim])
-        elif arguments(node)["step"] == 1:
+        elif arguments(node)["step"] == 1 and not isinstance(arguments(node)["end"], fx.Node):
             yield str(dims[node.name][dim]), self._length(values[0], dim, arguments(node))
 
     def _windows(self, node: fx.Node, dims: Mapping[str, tuple[str | None, ...]]) -> Iterator[tuple[str, str]]:

@@ -156,7 +156,7 @@ def attention(*texts: str) -> Rule:
 HEADS = -3
 """The dim of heads in queries, keys and values."""
 
-ATTENTION = ("f(* s! d!, * t! d!, * t! e!) -> * s! e!", "f(* s! d!, * t! d!, * t! e!, * s! t!) -> * s! e!")
+ATTENTION = ("f(* s@ d!, * t@ d!, * t@ e!) -> * s@ e!", "f(* s@ d!, * t! d!, * t! e!, * s@ t!) -> * s@ e!")
 
 
 def _together_again(dims: Dims) -> Dims:
@@ -169,12 +169,13 @@ def named_attention(call: Call) -> Signature:
     given = {name: value for name in ROWS if (value := call.arguments.get(name)) is not None}
     shapes = [ROWS[name] for name, value in given.items() if not isinstance(value, int)]
     lead = "b *" if given.keys() - {"mask", "key"} else "*"
-    tensors = [f"{lead} {dims}" for dims in ("s! d!", "t! d!", "t! e!")]
-    return attention(f"f({', '.join(tensors + shapes)}) -> {lead} s! e!")(call)
+    mark = "!" if "mask" in given else "@"
+    tensors = [f"{lead} {dims}" for dims in ("s@ d!", f"t{mark} d!", f"t{mark} e!")]
+    return attention(f"f({', '.join(tensors + shapes)}) -> {lead} s@ e!")(call)
 
 
-ROWS = dict(mask="* s! t!", key="", prefix="b t!", padding="b t!", documents="b s!")
-"""What else attention may take, in the order in which it takes them."""
+ROWS = dict(mask="* s@ t!", key="", prefix="b u!", padding="b u!", documents="b u!")
+"""What else attention may take, in the order in which it takes them: all that says of all keys is whole (`u`)."""
 
 
 def literal(call: Call) -> Signature:

@@ -6,7 +6,8 @@
 
 Letters are *factors*: what a dim runs over. `*` stands for all leading dims and broadcasts. Marks: `n!` must be whole,
 `v?` is looked up (sharded: a masked lookup, the output is partial), `v~` is sharded by a special algorithm inside the
-op (the output is invariant). Operands are the op's tensor arguments in their order.
+op (the output is invariant), all of `s@` and `t@` are sharded at once or not at all, by an algorithm that communicates.
+Operands are the op's tensor arguments in their order.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Signature:
     whole: frozenset[str] = frozenset()
     masked: frozenset[str] = frozenset()
     special: frozenset[str] = frozenset()
+    together: frozenset[str] = frozenset()
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -56,6 +58,8 @@ class Call:
 
 
 Rule = Callable[[Call], Signature]
+
+MARKS = "!?~@"
 
 
 class RuleError(ValueError):
@@ -94,9 +98,12 @@ class _Pattern:
         sizes: dict[str, Size] = {}
         shaped = [*zip(self.operands, call.operands, strict=True), (self.output, call.output)]
         dims = [_bind(tokens, shape, stars, sizes, self.text) for tokens, shape in reversed(shaped)][::-1]
-        marks = {mark: frozenset(_marked((*self.operands, self.output), mark)) for mark in "!?~"}
+        marks = {mark: frozenset(_marked((*self.operands, self.output), mark)) for mark in MARKS}
         given = tuple(dims[:-1])
-        return Signature(given, dims[-1], sizes, self.terms, self.carriers, marks["!"], marks["?"], marks["~"])
+        return Signature(
+            given, dims[-1], sizes, self.terms, self.carriers,
+            whole=marks["!"], masked=marks["?"], special=marks["~"], together=marks["@"],
+        )  # fmt: skip
 
     def _star_length(self, call: Call) -> int:
         lengths = [
@@ -116,7 +123,7 @@ def _bind(tokens: Sequence[str], shape: Shape, stars: list[str], sizes: dict[str
         raise RuleError(f"the rule '{text}' does not fit a tensor of {len(shape)} dims")
     dims: list[tuple[str, ...]] = []
     for token, size in zip(tokens, shape, strict=True):
-        name = token.rstrip("!?~")
+        name = token.rstrip(MARKS)
         if name == "1":
             dims.append(())
             continue
@@ -134,7 +141,7 @@ def _drop(tokens: Sequence[str], at: int) -> list[str]:
 
 
 def _marked(groups: Sequence[Sequence[str]], mark: str) -> list[str]:
-    return [token.rstrip("!?~") for tokens in groups for token in tokens if mark in token]
+    return [token.rstrip(MARKS) for tokens in groups for token in tokens if mark in token]
 
 
 def _parse(text: str) -> _Pattern:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ndcompile.placement import I, P, Placement, R, S
 from ndcompile.rules.notation import Dims, Signature
-from ndcompile.size import ONE, Size
+from ndcompile.size import ONE, Size, product
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,13 @@ def rows(
     taken: Mapping[str, int] | None = None,
     grads: Sequence[bool] | None = None,
     symbols: frozenset[str] | None = None,
+    batch: Size | None = None,
 ) -> list[Row]:
     """All rows on an axis of `ranks` ranks.
 
     `taken` says how many ways earlier axes shard each factor, `grads` which operands carry a gradient (the others have
-    one replicated placement, `R`), `symbols` which symbols the axis may shard (None: any).
+    one replicated placement, `R`), `symbols` which symbols the axis may shard (None: any). With the size of a
+    `batch` the axis shards sequences, also inside a dim that joins one with it, and where an op communicates for it.
     """
     taken = taken or {}
     flows = list(grads) if grads is not None else [True] * len(signature.operands)
@@ -44,7 +46,10 @@ def rows(
     found += _partial(signature, flows)
     for factor in signature.factors:
         if _divides(signature, factor, ranks, taken, symbols):
-            found += _sharded(signature, factor, taken, flows)
+            majors = [None] if batch is None else _majors(signature.sizes[factor], batch)
+            found += [row for major in majors for row in _sharded(signature, factor, taken, flows, major)]
+    if batch is not None and all(_divides(signature, factor, ranks, taken, symbols) for factor in signature.together):
+        found += _together(signature)
     return list(dict.fromkeys(found))
 
 
@@ -55,6 +60,8 @@ def _divides(
     if factor in signature.whole:
         return False
     size = signature.sizes[factor]
+    if factor in signature.together and size.constant:
+        return False
     if symbols is not None and not set(size.symbols) <= symbols:
         return False
     left = taken.get(factor, 1)
@@ -63,6 +70,21 @@ def _divides(
     alone = all(factor not in dim or len(dim) == 1 for dims in (*signature.operands, signature.output) for dim in dims)
     step = -(-size.coefficient // ranks)
     return alone and left == 1 and size.constant and size.coefficient > step * (ranks - 1)
+
+
+def _majors(size: Size, batch: Size) -> list[Size]:
+    """Within what a sequence in this size may be sharded: from its start, or for each sample of a batch."""
+    joins = "b" in size.symbols and len(size.symbols) > 1
+    return [ONE, batch] if joins and size.coefficient % batch.coefficient == 0 else [ONE]
+
+
+def _together(signature: Signature) -> list[Row]:
+    """The factors that an algorithm shards at once."""
+    placed = []
+    for dims in (*signature.operands, signature.output):
+        dim = next((d for d, factors in enumerate(dims) if signature.together & set(factors)), None)
+        placed.append(R if dim is None else S(dim))
+    return [Row(tuple(placed[:-1]), placed[-1], sorted(signature.together)[0])] if signature.together else []
 
 
 def leads(dims: Dims, factor: str, sizes: Mapping[str, Size], taken: Mapping[str, int]) -> int | None:
@@ -75,19 +97,42 @@ def leads(dims: Dims, factor: str, sizes: Mapping[str, Size], taken: Mapping[str
     return -1
 
 
-def _sharded(signature: Signature, factor: str, taken: Mapping[str, int], flows: Sequence[bool]) -> list[Row]:
-    places = [leads(dims, factor, signature.sizes, taken) for dims in (*signature.operands, signature.output)]
-    if None in places:
-        return []
-    *at, out = (place if place is not None else -1 for place in places)
-    given = [S(dim) if dim >= 0 else R for dim in at]
-    if out >= 0:
-        return [Row(tuple(given), S(out), factor)]
+def minor(dims: Dims, factor: str, sizes: Mapping[str, Size], major: Size) -> Placement | None:
+    """The factor sharded for each index of what stands before it in its dim, and of its own `major`."""
+    for number, factors in enumerate(dims):
+        if factor in factors:
+            before = product(tuple(sizes[f] for f in factors[: factors.index(factor)])) * major
+            return S(number, "" if before == ONE else str(before))
+    return None
+
+
+def _sharded(
+    signature: Signature, factor: str, taken: Mapping[str, int], flows: Sequence[bool], major: Size | None
+) -> list[Row]:
+    tensors = (*signature.operands, signature.output)
+    if major is not None:
+        given = [minor(dims, factor, signature.sizes, major) for dims in tensors]
+    else:
+        places = [leads(dims, factor, signature.sizes, taken) for dims in tensors]
+        if None in places:
+            return []
+        given = [None if dim is None or dim < 0 else S(dim) for dim in places]
+    return _with_factor(signature, factor, flows, given[:-1], given[-1])
+
+
+def _with_factor(
+    signature: Signature, factor: str, flows: Sequence[bool], found: list[Placement | None], out: Placement | None
+) -> list[Row]:
+    """The rows in which the factor is sharded where a tensor has it."""
+    given = [placement or R for placement in found]
+    if out is not None:
+        return [Row(tuple(given), out, factor)]
     if factor in signature.special:
         return [Row(tuple(given), I, factor)]
     if signature.terms is None:
         return []
-    lacking = [[i for i in term if i in signature.carriers] for term in signature.terms if all(at[i] < 0 for i in term)]
+    without = [term for term in signature.terms if all(found[i] is None for i in term)]
+    lacking = [[i for i in term if i in signature.carriers] for term in without]
     choices = [[i for i in term if flows[i]] or term for term in lacking]
     return [
         Row(tuple(P() if i in carried else place for i, place in enumerate(given)), P(), factor)

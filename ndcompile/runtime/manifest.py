@@ -156,9 +156,8 @@ class Manifest:
                 for axis, ranks in self.multiples.get(str(wanted), {}).items():
                     if size % ranks:
                         raise ValueError(
-                            f"input '{plan.name}' has size {size} at dim {dim}, which does not divide by axis "
-                            f"'{axis}' of {ranks} ranks\n"
-                            f"  why  its parts must be equal\n"
+                            f"input '{plan.name}' has size {size} at dim {dim}, which does not divide by {ranks}\n"
+                            f"  why  axis '{axis}' cuts it into {ranks} equal parts\n"
                             f"  try  size {size // ranks * ranks or ranks} or {(size // ranks + 1) * ranks}"
                         )
 

@@ -5,6 +5,7 @@ The mixing is the finaliser of splitmix64 (Steele, Lea and Flood, 2014) in int64
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from ndcompile.runtime.mesh import Ranks
 from ndcompile.runtime.sequence import positions
+
+Shards = Mapping[int, Ranks | tuple[Ranks, ...]]
+"""Over which ranks a dim is sharded; over several, major first."""
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -37,7 +41,7 @@ def uniform_bits(
     shape: Sequence[int],
     key: Tensor,
     site: int,
-    shards: Mapping[int, Ranks] | None = None,
+    shards: Shards | None = None,
     sizes: Mapping[int, int] | None = None,
     spans: Mapping[int, tuple[int, int]] | None = None,
     balanced: Collection[int] = (),
@@ -57,7 +61,7 @@ def keep_mask(
     p: float,
     key: Tensor,
     site: int,
-    shards: Mapping[int, Ranks] | None = None,
+    shards: Shards | None = None,
     sizes: Mapping[int, int] | None = None,
     spans: Mapping[int, tuple[int, int]] | None = None,
     balanced: Collection[int] = (),
@@ -71,7 +75,7 @@ def dropout(
     p: float,
     key: Tensor,
     site: int,
-    shards: Mapping[int, Ranks] | None = None,
+    shards: Shards | None = None,
     sizes: Mapping[int, int] | None = None,
     spans: Mapping[int, tuple[int, int]] | None = None,
     balanced: Collection[int] = (),
@@ -87,7 +91,7 @@ def dropout(
 
 def _global_index(
     shape: Sequence[int],
-    shards: Mapping[int, Ranks],
+    shards: Shards,
     sizes: Mapping[int, int],
     spans: Mapping[int, tuple[int, int]],
     balanced: Collection[int],
@@ -100,16 +104,27 @@ def _global_index(
     index = key - key
     for dim, length in enumerate(shape):
         start, whole = spans.get(dim, (0, length))
-        axis = shards.get(dim)
-        if axis is not None:
-            whole = sizes.get(dim, axis.size * length)
-            start = axis.start(whole)
-        if axis is not None and dim in balanced:
-            place = positions(whole, axis, device=key.device)
+        axes = shards.get(dim, ())
+        if axes:
+            whole, place = _of_shard(length, (axes,) if isinstance(axes, Ranks) else axes, sizes, dim, balanced, key)
         else:
             place = torch.arange(length, dtype=torch.int64, device=key.device) + start
         index = index.unsqueeze(-1) * whole + place
     return index
+
+
+def _of_shard(
+    length: int, axes: tuple[Ranks, ...], sizes: Mapping[int, int], dim: int, balanced: Collection[int], key: Tensor
+) -> tuple[int, Tensor]:
+    """A dim's whole size, and where this rank's part of it lies."""
+    whole = sizes.get(dim, length * math.prod(axis.size for axis in axes))
+    first, *others = axes
+    place = positions(whole, first, balanced=dim in balanced, device=key.device) if others or dim in balanced else None
+    if place is None:
+        return whole, torch.arange(length, dtype=torch.int64, device=key.device) + first.start(whole)
+    for axis in others:
+        place = place[positions(len(place), axis, balanced=False, device=key.device)]
+    return whole, place
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ndcompile.axes import KINDS
 from ndcompile.codegen.segments import Segment, segments
 from ndcompile.fold import unfold
 from ndcompile.mesh import MeshSpec
@@ -19,12 +20,13 @@ from ndcompile.placement import Layout
 from ndcompile.program import Program
 from ndcompile.reference import walk
 from ndcompile.rules.registry import describe, op_name
+from ndcompile.size import Size
 from ndcompile.verify.arithmetic import Domain
 from ndcompile.verify.compare import BAR, Difference
 from ndcompile.verify.execute import alone, cotangent_scales, emitted, forward_of, result_layouts
 from ndcompile.verify.lockstep import run_one, run_ranks
-from ndcompile.verify.places import first_wrong, part
-from ndcompile.verify.sample import Sample
+from ndcompile.verify.places import Lies, first_wrong, part
+from ndcompile.verify.sample import Sample, symbol_sizes
 from ndcompile.verify.shrink import Small
 from ndcompile.verify.trace import Call, Value, traced
 
@@ -208,11 +210,32 @@ def _wrong(
     if not target.is_floating_point():
         tensors, target = [t.double() for t in tensors if t is not None], target.double()
     rank = first_wrong(
-        [t for t in tensors if t is not None], target, layout, program.mesh, domain, BAR[domain.exact], 1e-30
-    )
+        [t for t in tensors if t is not None], target, layout, program.mesh, domain, BAR[domain.exact], 1e-30,
+        _lies(program, node, layout),
+    )  # fmt: skip
     return (
         None if rank is None else _fault(node, layout, rank, values[rank], text, "forward" if forward else "backward")
     )
+
+
+def _lies(program: Program, node: fx.Node, layout: Layout) -> dict[tuple[int, str], Lies]:
+    """Where axes of sequences cut a dim: head–tail, and for each index of what is major to the sequence."""
+    mesh, found = program.mesh, {}
+    for dim, axes in enumerate(layout.dims):
+        for number, axis in enumerate(axes):
+            if KINDS[mesh[axis].kind].attends:
+                within = Size.read(layout.on(axis).within)
+                parts = within.value(_bases(program)) // mesh.size(*axes[:number])
+                head_tail = not node.meta["shape"][dim].constant and not node.meta.get("natural")
+                found[dim, axis] = Lies(head_tail, parts)
+    return found
+
+
+def _bases(program: Program) -> dict[str, int]:
+    """A symbol's number, in units of the ranks that it is a multiple of (`measure_values`)."""
+    data = program.mesh.size(*(a.name for a in program.mesh.axes if KINDS[a.kind].shards_batch))
+    rest = program.mesh.world_size // data
+    return {name: size // (data if name == "b" else rest) for name, size in symbol_sizes(program).items()}
 
 
 def _origin(node: fx.Node) -> fx.Node:

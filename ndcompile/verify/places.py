@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ndcompile.mesh import MeshSpec
@@ -26,9 +28,45 @@ def cut(
     return tuple(slices)
 
 
-def part(whole: Tensor, dims: Sequence[Sequence[str]], mesh: MeshSpec, rank: int) -> Tensor:
-    """What a rank holds of a value that is sharded so."""
-    return whole[cut(whole.shape, dims, mesh, mesh.coordinate(rank))]
+@dataclass(frozen=True)
+class Lies:
+    """What more is to be said of some axis on some dim: two chunks a rank, head–tail; and within parts of how many."""
+
+    head_tail: bool = False
+    parts: int = 1
+
+
+ORDINARY = Lies()
+
+
+def part(
+    whole: Tensor,
+    dims: Sequence[Sequence[str]],
+    mesh: MeshSpec,
+    rank: int,
+    lies: Mapping[tuple[int, str], Lies] | None = None,
+) -> Tensor:
+    """What a rank holds of a value that is sharded so; `lies` says more of some dims and axes."""
+    place = mesh.coordinate(rank)
+    if not lies:
+        return whole[cut(whole.shape, dims, mesh, place)]
+    for dim, axes in enumerate(dims):
+        index = torch.arange(whole.shape[dim])
+        for axis in axes:
+            said = (lies or {}).get((dim, axis), ORDINARY)
+            rows = [_own(row, mesh.size(axis), place[axis], said.head_tail) for row in index.chunk(said.parts)]
+            index = torch.cat(rows)
+        if axes:
+            whole = whole.index_select(dim, index.to(whole.device))
+    return whole
+
+
+def _own(index: Tensor, ranks: int, rank: int, head_tail: bool) -> Tensor:
+    if head_tail:
+        chunks = index.tensor_split(2 * ranks)
+        return torch.cat([chunks[rank], chunks[-1 - rank]])
+    step = -(-len(index) // ranks)
+    return index[min(rank * step, len(index)) : (rank + 1) * step]
 
 
 def summed(values: Sequence[Tensor], layout: Layout, mesh: MeshSpec, domain: Domain) -> list[Tensor]:
@@ -44,14 +82,21 @@ def summed(values: Sequence[Tensor], layout: Layout, mesh: MeshSpec, domain: Dom
 
 
 def first_wrong(
-    values: Sequence[Tensor], whole: Tensor, layout: Layout, mesh: MeshSpec, domain: Domain, bar: float, least: float
+    values: Sequence[Tensor],
+    whole: Tensor,
+    layout: Layout,
+    mesh: MeshSpec,
+    domain: Domain,
+    bar: float,
+    least: float,
+    lies: Mapping[tuple[int, str], Lies] | None = None,
 ) -> int | None:
     """The first rank whose tensor, in this layout, is not its part of the value; none if all are."""
     if any(v.shape != values[0].shape for v in values) and any(p.kind == "P" for _, p in layout.rest):
         return 0
     least = max(least, norm(whole))
     for rank, value in enumerate(summed(values, layout, mesh, domain)):
-        right = part(whole, layout.dims, mesh, rank)
+        right = part(whole, layout.dims, mesh, rank, lies)
         if value.shape != right.shape or not domain.distance(value, right, least) <= bar:
             return rank
     return None

@@ -104,8 +104,6 @@ def symbol_sizes(program: Program) -> dict[str, int]:
     symbols = {d for plan in program.manifest.input_plans for d in plan.dims if isinstance(d, str)} - {"b"}
     for number, symbol in enumerate(sorted(symbols)):
         unit = math.lcm(*program.manifest.multiples.get(symbol, {}).values(), 1)
-        if program.manifest.multiples.get(symbol):
-            unit = math.prod(program.manifest.multiples[symbol].values())
         found[symbol] = unit * max(1, -(-(6 + number) // unit))
     return found
 

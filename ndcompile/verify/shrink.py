@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import fx
 
+from ndcompile.axes import parts as parts_of
 from ndcompile.codegen.emit import emit
 from ndcompile.codegen.sizes import SizeFacts
 from ndcompile.errors import CompileError
@@ -296,7 +297,10 @@ def _manifest(manifest: Manifest, parameters: Mapping[str, Parameter], mesh: Mes
         for name, plan in manifest.parameters.items()
         if name in parameters
     }
-    multiples = {s: {axis: mesh.size(axis) for axis in axes} for s, axes in manifest.multiples.items()}
+    multiples = {
+        symbol: {over: parts_of(over, mesh.size(*over.split(" × "))) for over in found}
+        for symbol, found in manifest.multiples.items()
+    }
     aliases = {name: first for name, first in manifest.aliases.items() if first in plans}
     return replace(manifest, mesh=str(mesh), parameters=plans, aliases=aliases, multiples=multiples)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from ndcompile.mesh import BUILT
+from ndcompile.mesh import KINDS
 from tests.equivalence import hf, masks, torch_nn, zoo
 from tests.equivalence.zoo import Batch
 
@@ -34,8 +34,8 @@ def meshes_of(name: str) -> list[str]:
 def meshes(world_size: int) -> list[str]:
     """All meshes of up to three axes, each of more than one rank: those of one axis, of two, of three."""
     found = []
-    for count in range(1, len(BUILT) + 1):
-        for axes in itertools.combinations(BUILT, count):
+    for count in range(1, len(KINDS) + 1):
+        for axes in itertools.combinations(KINDS, count):
             for sizes in itertools.product((2, 4, 8), repeat=count):
                 if math.prod(sizes) == world_size:
                     found.append(", ".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True)))
