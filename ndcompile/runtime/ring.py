@@ -47,7 +47,7 @@ class Ring(torch.autograd.Function):
         axis, merged, kv = shared.axis, Merged(q, v.shape[-1], shared.scale), pack(k, v)
         for step in range(axis.size):
             coming = _start(kv, axis) if step < axis.size - 1 else kv
-            merged.add(_pieces(shared, q, k, step), *unpack(kv, k, v))
+            merged.add(pieces(shared, q, k, step), *unpack(kv, k, v))
             kv = private.wait(coming) if step < axis.size - 1 else kv
         out, lse = merged.result
         ctx.save_for_backward(q, k, v, prefix, padding, documents, out, lse)
@@ -62,7 +62,7 @@ class Ring(torch.autograd.Function):
         gradients, going = Gradients(gradient.contiguous(), q, out, lse, shared.scale), None
         for step in range(axis.size):
             coming = _start(kv, axis) if step < axis.size - 1 else kv
-            own = pack(*gradients.add(_pieces(shared, q, k, step), *unpack(kv, k, v)))
+            own = pack(*gradients.add(pieces(shared, q, k, step), *unpack(kv, k, v)))
             going = _start(own if going is None else own + private.wait(going), axis)
             kv = private.wait(coming) if step < axis.size - 1 else kv
         assert going is not None, "a ring has ranks"
@@ -70,7 +70,7 @@ class Ring(torch.autograd.Function):
         return gradients.of_queries, of_k.to(k.dtype), of_v.to(v.dtype), *(None,) * 4
 
 
-def _pieces(shared: Shared, q: Tensor, k: Tensor, step: int) -> list[Piece]:
+def pieces(shared: Shared, q: Tensor, k: Tensor, step: int) -> list[Piece]:
     """What to compute with the keys of the rank that is `step` before this one."""
     source = (shared.axis.index - step) % shared.axis.size
     return between(shared.mask, shared.own(q), chunks(shared.held(shared.whole(k), source)), BLOCK)
