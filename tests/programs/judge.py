@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ndcompile as nd
+from ndcompile.checks import CheckError
 from ndcompile.mesh import MeshError
 from ndcompile.verify.arithmetic import Field
 from ndcompile.verify.execute import on_one_device
@@ -60,9 +61,9 @@ def _judged(sketch: Sketch) -> tuple[str, str]:
         return "invalid", "not finite"
     try:
         program = compiled(sketch, model)
-    except REFUSALS as error:
-        return "refused", str(error)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, REFUSALS) and not isinstance(error, CheckError):
+            return "refused", str(error)
         return "crash", traceback.format_exc(limit=-4)
     try:
         report = nd.verify(program, model, seeds=1, microbatches=1)
