@@ -69,7 +69,10 @@ def counted(call: Call) -> Signature:
 
 
 def repeated(call: Call) -> Signature:
-    """`repeat_interleave(x, n, dim)`: a dim becomes that dim times n; without `dim`, all dims times n become one."""
+    """`repeat_interleave(x, n, dim)`: a dim becomes that dim times n; without `dim`, all dims times n become one.
+
+    The repetitions are whole: each rank makes all of its own elements.
+    """
     if call.arguments.get("output_size") is not None:
         raise RuleError("repeat_interleave with output_size= has no rule: it counts the elements of all ranks")
     shape, dim = call.operands[0], call.arguments.get("dim")
@@ -81,7 +84,7 @@ def repeated(call: Call) -> Signature:
         output: tuple[tuple[str, ...], ...] = (tuple(f for dims in given for f in dims) + new,)
     else:
         output = tuple(dims + new * (d == dim % len(shape)) for d, dims in enumerate(given))
-    return Signature((given,), output, sizes, ((0,),), frozenset({0}))
+    return Signature((given,), output, sizes, ((0,),), frozenset({0}), frozenset({"n"}))
 
 
 def grouped(call: Call) -> Signature:

@@ -71,13 +71,13 @@ class Trial:
     arithmetic: Arithmetic = FLOATING
     fails: bool = False
 
-    def check(self, *ways: int, most: int | None = None) -> list[Rows]:
+    def check(self, *ways: int, most: int | None = None, among: Sequence[Rows] | None = None) -> Sequence[Rows]:
         """The combinations of rows on axes of these sizes, each tried; `RuleError` names the first that is wrong.
 
-        Of more than `most` combinations so many are tried, chosen at random.
+        Of more than `most` so many are tried, chosen at random. `among` are those to try, if it is not all.
         """
         whole = _Whole.of(self)
-        combinations = list(row_combinations(self.signature, ways, self.flows))
+        combinations = self.combinations(*ways) if among is None else among
         if most is not None and len(combinations) > most:
             combinations = random.Random(most).sample(combinations, most)
         for chosen in combinations:
@@ -87,6 +87,10 @@ class Trial:
                 listed = " and then ".join(map(str, chosen))
                 raise RuleError(f"row {listed} on {' × '.join(map(str, ways))} ranks: {error}") from error
         return combinations
+
+    def combinations(self, *ways: int) -> list[Rows]:
+        """A row for each axis of these sizes, in every way that the rule allows."""
+        return list(row_combinations(self.signature, ways, self.flows))
 
 
 class Differs(ValueError):

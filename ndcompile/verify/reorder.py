@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ def reordered(tree: ast.Module) -> Iterator[Reordered]:
 
 def _in_function(function: ast.FunctionDef) -> Iterator[Reordered]:
     places = [i for i, statement in enumerate(function.body) if _communicates(statement)]
-    for i, j in zip(places, places[1:], strict=False):
+    for i, j in itertools.pairwise(places):
         block = function.body[i : j + 1]
         other = _later(block)
         if other is None:

@@ -156,7 +156,7 @@ class Case:
             return Spec(self.output, torch.empty).shape
         held = [x.to("meta") for x in tensors] if self.fails else tensors
         args, kwargs = _with(node, dict(zip(inputs, held, strict=True)))
-        with arithmetic.within():
+        with FLOATING.within() if self.fails else arithmetic.within():
             shape = _outputs(self.target(*args, **kwargs))[0].shape
         known = {value(s): s for spec in inputs.values() for s in spec.shape if s.symbols}
         return tuple(known.get(n, Size(n)) for n in shape)

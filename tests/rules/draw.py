@@ -51,7 +51,7 @@ def sizes(draw: Draw, least: int = 0, most: int = 3, low: int = 0, high: int = 1
 
 def among(draw: Draw, rank: int) -> int:
     """A dim, counted from either end."""
-    return draw(st.integers(-rank, rank - 1))
+    return draw(st.sampled_from([*range(-1, -rank - 1, -1), *range(rank)]))
 
 
 def several(draw: Draw, rank: int, least: int = 1) -> list[int]:

@@ -11,8 +11,8 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ EXAMPLES, ROWS = 100, 200
 """Calls of one seed, and of each call the most combinations of rows."""
 
 Row = dict[str, Any]
+Arguments = tuple[Any, ...]
 
 
 def main() -> None:
@@ -37,25 +38,25 @@ def main() -> None:
     given = parser.parse_args()
     known = {(row["rule"], row["seed"]) for row in rows(given.log)}
     left = ((rule, seed) for seed in itertools.count() for rule in given.rules if (rule, seed) not in known)
-    run(given.log, left, given.seconds, given.jobs)
+    run(given.log, one, left, given.seconds, given.jobs)
     raise SystemExit(show(given.log))
 
 
-def run(log: Path, left: Iterator[tuple[str, int]], seconds: float, jobs: int) -> None:
-    """Take what is left, one after the other, until the time is over; each result is a line of the log."""
+def run(log: Path, work: Callable[..., list[Row]], left: Iterator[Arguments], seconds: float, jobs: int) -> None:
+    """Do what is left, in so many processes, until it is done or the time is over; results are lines of the log."""
     end = time.monotonic() + seconds
     with ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool, log.open("a") as file:
-        running: set[Future[Row]] = set()
-        while time.monotonic() < end or running:
-            while len(running) < 2 * jobs and time.monotonic() < end:
-                running.add(pool.submit(one, *next(left)))
+        running = {pool.submit(work, *each) for each in itertools.islice(left, 2 * jobs * (seconds > 0))}
+        while running:
             done, running = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
-                file.write(json.dumps(future.result()) + "\n")
+                file.writelines(json.dumps(row) + "\n" for row in future.result())
                 file.flush()
+                if time.monotonic() < end:
+                    running |= {pool.submit(work, *each) for each in itertools.islice(left, 1)}
 
 
-def one(rule: str, seed: int) -> Row:
+def one(rule: str, seed: int) -> list[Row]:
     """A seed of a rule: how many combinations of rows held, and what did not, shrunk."""
     begin, held, failure = time.process_time(), 0, ""
     try:
@@ -63,9 +64,8 @@ def one(rule: str, seed: int) -> Row:
     except Exception as error:  # whatever goes wrong belongs into the log
         failure = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     spent = round(time.process_time() - begin, 2)
-    return dict(
-        rule=rule, seed=seed, examples=EXAMPLES, rows=held, failure=failure, seconds=spent, torch=torch.__version__
-    )
+    known = dict(rule=rule, seed=seed, examples=EXAMPLES, torch=torch.__version__)
+    return [known | dict(rows=held, failure=failure, seconds=spent)]
 
 
 def rows(log: Path) -> list[Row]:

@@ -37,3 +37,10 @@ def test_a_repetition_that_states_its_size_has_no_rule() -> None:
 def test_an_index_that_is_shorter_than_what_it_scatters_has_no_rule() -> None:
     with pytest.raises(CompileError, match="shorter than its source has no rule"):
         case("aten.scatter.src", f(6, 8), 0, ints(1, 4, high=6), f(1, 8)).trial()
+
+
+@pytest.mark.parametrize("size, ways", [(1, (2,)), (2, (2, 2))])
+def test_repetitions_are_whole(size: int, ways: tuple[int, ...]) -> None:
+    """They were sharded where the dim was of size 1, or full."""
+    trial = case("aten.repeat_interleave.self_int", f(size, 6), 4, 0).trial()
+    assert all(row.factor != "n" for rows in trial.check(*ways) for row in rows)

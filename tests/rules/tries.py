@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ndcompile.rules.trial import FLOATING, Arithmetic, Rows
+from ndcompile.rules.trial import FLOATING, Arithmetic, Rows, Trial
 from ndcompile.runtime import private
 from ndcompile.verify.arithmetic import Field, NotInDomain, ZeroDenominator
 from tests.rules.calls import CALLS
@@ -52,18 +53,21 @@ class Try:
     exact: bool
     number: int
 
-    def check(self, most: int) -> list[Rows]:
-        """The combinations of rows that hold, at most so many. Raises `RuleError`, or what else goes wrong."""
+    def check(self, most: int, among: Sequence[Rows] | None = None) -> Sequence[Rows]:
+        """The combinations of rows that hold (`Trial.check`). Raises `RuleError`, or what else goes wrong."""
         if not self.exact:
-            return self._check(FLOATING, most)
+            return self._check(FLOATING, most, among)
         try:
-            return self._check(in_field(), most)
+            return self._check(in_field(), most, among)
         except (NotInDomain, ZeroDenominator):
-            return self._check(FLOATING, most)
+            return self._check(FLOATING, most, among)
 
-    def _check(self, arithmetic: Arithmetic, most: int) -> list[Rows]:
+    def trial(self, arithmetic: Arithmetic = FLOATING) -> Trial:
         torch.manual_seed(self.number)
-        return self.call.trial(arithmetic, self.stopped).check(*self.ways, most=most)
+        return self.call.trial(arithmetic, self.stopped)
+
+    def _check(self, arithmetic: Arithmetic, most: int, among: Sequence[Rows] | None) -> Sequence[Rows]:
+        return self.trial(arithmetic).check(*self.ways, most=most, among=among)
 
 
 def tries(rule: str) -> st.SearchStrategy[Try]:
@@ -73,6 +77,32 @@ def tries(rule: str) -> st.SearchStrategy[Try]:
     return st.builds(Try, CALLS[rule], st.sampled_from(WAYS), stopped, st.booleans(), st.integers(0, 9))
 
 
+def each(rule: str, count: int, function: Callable[[Try], object], start: int = 0) -> None:
+    """A function of so many tries of a rule, drawn from that seed on: the simplest, and one a seed.
+
+    Within a run hypothesis goes on from what it has drawn; each run here has one draw, so that they differ more.
+    """
+    done: set[str] = set()
+
+    def run(tried: Try) -> None:
+        if str(tried) not in done:
+            function(tried)
+            done.add(str(tried))
+
+    for number in range(start, start + count):
+        seed(number)(ONE_DRAW(given(tries(rule))(run)))()
+
+
+ONE_DRAW = settings(
+    max_examples=2,
+    deadline=None,
+    database=None,
+    derandomize=False,
+    print_blob=False,
+    suppress_health_check=list(HealthCheck),
+)
+
+
 @dataclass
 class Held:
     """What held of a rule: combinations of rows, and which kinds of placement they take or give."""
@@ -80,28 +110,13 @@ class Held:
     combinations: int = 0
     kinds: set[str] = field(default_factory=set)
 
-    def add(self, held: list[Rows]) -> None:
+    def add(self, held: Sequence[Rows]) -> None:
         self.combinations += len(held)
         self.kinds |= {p.kind for rows in held for row in rows for p in (*row.operands, row.output)}
 
 
-def search(rule: str, examples: int, most: int = 24, start: int | None = None) -> Held:
-    """Try a rule on so many calls: always the same ones, or those of a seed."""
+def search(rule: str, count: int, most: int = 24, start: int = 0) -> Held:
+    """Check so many tries of a rule; of each at most so many combinations of rows."""
     found = Held()
-
-    def holds(tried: Try) -> None:
-        found.add(tried.check(most))
-
-    checked = given(tries(rule))(holds)
-    if start is not None:
-        checked = seed(start)(checked)
-    chosen = settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        derandomize=start is None,
-        print_blob=False,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
-    chosen(checked)()
+    each(rule, count, lambda tried: found.add(tried.check(most)), start)
     return found
