@@ -260,11 +260,14 @@ def _bucket_differs(
     return found
 
 
+ADDED = ("dp_replicate", "dp_shard", "cp")
+"""The kinds of axes whose ranks work on other tokens each: a weight is whole there, its gradients are added."""
+
+
 def in_compute(program: Program, name: str) -> list[tuple[str, ...]]:
-    """How a parameter lies where it is used: whole on data axes."""
-    return [
-        tuple(a for a in axes if a not in data_axes(program.mesh)) for axes in program.manifest.parameters[name].dims
-    ]
+    """How a parameter lies where it is used: whole on those axes."""
+    mesh = program.mesh
+    return [tuple(a for a in axes if mesh[a].kind not in ADDED) for axes in program.manifest.parameters[name].dims]
 
 
 def data_axes(mesh: MeshSpec) -> tuple[str, ...]:
@@ -272,9 +275,9 @@ def data_axes(mesh: MeshSpec) -> tuple[str, ...]:
 
 
 def _summed_over(program: Program, weight: Weight) -> tuple[str, ...]:
-    """The axes over which a gradient is added: a data rank's gradient is that of its own samples."""
-    mesh = program.mesh
-    return tuple(a for a in mesh.names if a in data_axes(mesh) or a in weight.reduce or mesh[a].kind in weight.reduce)
+    """The axes over which a gradient is added: those, and others where the weight's line says so."""
+    named = {*ADDED, *weight.reduce}
+    return tuple(axis.name for axis in program.mesh.axes if axis.kind in named or axis.name in named)
 
 
 def _cotangent(program: Program, weight: Weight, value: Tensor, drawn: Drawn, rank: int) -> Tensor:
