@@ -99,6 +99,11 @@ def _unchanged_back(site: Site) -> list[str]:
     return [f"wrong.unchanged_back({site.name}, {site.arguments()})"] if back else []
 
 
+def _lost_gradient(site: Site) -> list[str]:
+    """The right value, from which nothing flows back: as of a loss whose gradient is dropped."""
+    return [f"{site.text}.detach()"] if site.name in BY_NAME else []
+
+
 def _same_forward(site: Site) -> list[str]:
     if site.name not in BY_NAME:
         return []
@@ -274,6 +279,7 @@ OPERATORS: dict[str, Operator] = {
     "drop a collective": _drop,
     "drop the sum of a gradient": _no_reduction_back,
     "a conversion's backward is the identity": _unchanged_back,
+    "a gradient is lost": _lost_gradient,
     "another conversion of the same forward": _same_forward,
     "gather own shard": _gather_own,
     "reduce-scatter becomes a slice": _slice,
