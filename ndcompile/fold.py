@@ -12,6 +12,7 @@ import itertools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -286,7 +287,46 @@ class _Finder:
             users = (user for value in made for user in value.users if user.target not in (ENTER, LEAVE))
             if any(self.owner.get(user, len(self.items)) >= run.item(round + 2, 0) for user in users):
                 return round + 1
-        return run.rounds
+        return run.rounds if run.rounds == 1 or self._carries(run) else 1
+
+    def _carries(self, run: _Run) -> bool:
+        """Whether the last round and the one before are used alike: what is dead code in one is so in the other."""
+        last = run.rounds - 1
+        pairs = ((run.item(last - 1, j), run.item(last, j)) for j in range(run.period))
+        return all(self._live_outputs(earlier) == self._live_outputs(later) for earlier, later in pairs)
+
+    def _live_outputs(self, i: int) -> list[bool]:
+        return [value in self.live for value in self.items[i].outputs]
+
+    @cached_property
+    def live(self) -> set[fx.Node]:
+        """Every value on which a result of the graph depends, or a change of something."""
+        nodes = next(iter(self.owner)).graph.nodes if self.owner else []
+        front = [v for node in nodes if _kept(node) for v in node.all_input_nodes]
+        found: set[fx.Node] = set()
+        while front:
+            value = front.pop()
+            if value not in found:
+                found.add(value)
+                front += self._needed(value)
+        return found
+
+    def _needed(self, value: fx.Node) -> list[fx.Node]:
+        """What a value is made of; of a call's result the arguments that the block reads for it."""
+        i, output = self.maker.get(value, (None, 0))
+        if i is None or self.items[i].again is None:
+            return [v for v in value.all_input_nodes if v.target is not AGAIN]
+        template = next(item for item in self.items if item.body == self.items[i].body)
+        given = dict(zip(template.inputs, self.items[i].inputs, strict=True))
+        inner, front = set[fx.Node](), [template.outputs[output]]
+        while front:
+            part = front.pop()
+            if part is not None and part not in inner:
+                inner.add(part)
+                front += [] if part in given else part.all_input_nodes
+        return [v for v in inner if v not in template.nodes and v not in given] + [
+            given[v] for v in inner if v in given
+        ]
 
     def continues(self, run: _Run, position: int) -> bool:
         """Whether an item of the round after the run is as the one of the run's last round."""
@@ -306,6 +346,17 @@ class _Finder:
         if run.rounds == 1 and by < run.item(1, 0):
             return self.maker.get(earlier, (-1, 0))[0] < run.start  # what the first round takes comes from outside
         return self.maker.get(earlier) == (by - run.period, output)
+
+
+def _kept(node: fx.Node) -> bool:
+    """A node that is there for what it does."""
+    marks = (ENTER, LEAVE, AGAIN)
+    return node.op == "output" or (node.op == "call_function" and node.target not in marks and _mutates(node))
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
 
 
 def _with_pins(item: _Item, pinned: Mapping[str, str]) -> Any:

@@ -16,16 +16,18 @@ def mark_blocks(
 ) -> fx.GraphModule:
     """Set `block` (the module path of the block, or ""), `segment` (its number in order of execution), and `kind`.
 
-    `lists` are the paths of the model's `ModuleList`s. Segments whose text is equal up to names share a kind; nodes at
+    `lists` are the paths of the model's `ModuleList`s. Segments whose text is equal up to names, and of which the same values are used later, share a kind; nodes at
     the same place of equal segments share `alias`, and so every choice that is made for one of them; `pinned` names
     that the user pins (with the pin's text) tell blocks apart too. A run's second round is numbered for all rounds that
     it stands for.
     """
     segments = _segments(graph, lists)
+    seen = _seen(segments)
     kinds: dict[Any, int] = {}
     for number, block, place, nodes in _numbered(segments):
         repeats = bool(block) or (place is not None and place.run is not None)
-        text = (bool(block), _text(block, nodes), pins_in(pinned or {}, block)) if repeats else ("root", number)
+        same = (bool(block), _text(block, nodes), seen[nodes[0]], pins_in(pinned or {}, block))
+        text = same if repeats else ("root", number)
         kind = kinds.setdefault(text, len(kinds))
         for at, node in enumerate(nodes):
             node.meta |= dict(block=block, segment=number, kind=kind, alias=(kind, at))
@@ -37,6 +39,18 @@ def mark_blocks(
         node.meta["alias"] = _owner(node, lists) or node.name
     graph.recompile()
     return graph
+
+
+def _seen(segments: list[tuple[str, Place | None, list[fx.Node]]]) -> dict[fx.Node, frozenset[int]]:
+    """By its first node, which of a segment's values are used outside of it: in a run those of either round."""
+    found: dict[Any, set[int]] = {}
+    keys = {}
+    for _, place, nodes in segments:
+        own = set(nodes)
+        key = nodes[0] if place is None or place.run is None else (place.run, place.position)
+        keys[nodes[0]] = key
+        found.setdefault(key, set()).update(at for at, node in enumerate(nodes) if set(node.users) - own)
+    return {first: frozenset(found[key]) for first, key in keys.items()}
 
 
 def _numbered(
