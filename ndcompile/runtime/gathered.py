@@ -72,7 +72,7 @@ class Gathered(torch.autograd.Function):
         shared, dtype, drop = ctx.told
         work = _work(q, k, v, shared.with_rows(tuple(rows)), drop, key)
         of_q, of_k, of_v = work.backward(gradient.contiguous(), out, lse, dtype)
-        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), *(None,) * 7
+        return *(private.cast(*pair) for pair in ((of_q, q.dtype), (of_k, k.dtype), (of_v, v.dtype))), *(None,) * 7
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Rows:
         for piece in self.pieces():
             q, keys, values = _of(self.q, piece.rows), _of(k, piece.cols), _of(v, piece.cols)
             found.append(plain.forward(q, keys, values, piece.allowed(q), self.shared.scale, self.dropper(piece))[0])
-        return torch.cat(found, 2).to(self.q.dtype), None
+        return private.cast(torch.cat(found, 2), self.q.dtype), None
 
     def backward(self, gradient: Tensor, out: Tensor, lse: None, dtype: torch.dtype | None) -> Three:
         k, v = finish(start(self.k, self.v, self.shared, gradient), self.k, self.v, self.shared)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ndcompile.runtime import private
 from ndcompile.runtime.kernels import Call, Three, Two, kernel_for
 from ndcompile.runtime.pieces import Piece
 from ndcompile.runtime.plain import widened
@@ -49,7 +50,7 @@ class Merged:
     def result(self) -> Two:
         """In the dtype of the queries, and float32 or wider."""
         out, lse = self._so_far()
-        return out.to(self.q.dtype), lse
+        return private.cast(out, self.q.dtype), lse
 
 
 class Gradients:
@@ -79,7 +80,7 @@ class Gradients:
     @property
     def of_queries(self) -> Tensor:
         """In the dtype of the queries."""
-        return _or_zeros(self.of_q, self.q).to(self.q.dtype)
+        return private.cast(_or_zeros(self.of_q, self.q), self.q.dtype)
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Two:

@@ -67,7 +67,7 @@ class Ring(torch.autograd.Function):
             kv = private.wait(coming) if step < axis.size - 1 else kv
         assert going is not None, "a ring has ranks"
         of_k, of_v = unpack(private.wait(going), k, v)
-        return gradients.of_queries, of_k.to(k.dtype), of_v.to(v.dtype), *(None,) * 4
+        return gradients.of_queries, private.cast(of_k, k.dtype), private.cast(of_v, v.dtype), *(None,) * 4
 
 
 def pieces(shared: Shared, q: Tensor, k: Tensor, step: int) -> list[Piece]:

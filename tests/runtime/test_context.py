@@ -87,7 +87,7 @@ def by_pieces(wanted: bool) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("how", WAYS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     data=st.data(), ranks=st.integers(2, 4), step=st.integers(1, 3), b=st.integers(1, 2), g=st.integers(1, 2),
     times=st.integers(1, 2), balanced=st.booleans(), pieces=st.booleans(),
@@ -285,12 +285,12 @@ def on_gloo(ranks: int, masks: list[str]) -> list[tuple[int, Tensors]]:
 
 
 def test_real_ranks_compiled_or_not() -> None:
-    masks = ["causal", "documents"]
+    masks = ["causal"]
     tensors, gradient = draw_tensors(2, 2, 2, 48, 48)
     for rank, answer in enumerate(run_on_gloo(2, on_gloo, 2, masks)):
         axis = Ranks("tp", 2, rank, "tp")
         for i, (kept, ours) in enumerate(answer):
-            right = on_one(tensors, gradient, dense(2, 48, MASKS[masks[i // 2 % 2]]))
+            right = on_one(tensors, gradient, dense(2, 48, MASKS[masks[0]]))
             assert_equal(ours, [own(x.detach(), axis, True) for x in right])
-            others_keys = 2 * 2 * 24 * 4 * 8
-            assert kept < others_keys or i >= 8, "gathered keys are not kept"
+            all_keys_and_values = 2 * 2 * 48 * (4 + 3) * 8
+            assert kept < all_keys_and_values or i >= 4, "gathered keys are not kept"
