@@ -16,10 +16,10 @@ def mark_blocks(
 ) -> fx.GraphModule:
     """Set `block` (the module path of the block, or ""), `segment` (its number in order of execution), and `kind`.
 
-    `lists` are the paths of the model's `ModuleList`s. Segments whose text is equal up to names, and of which the same values are used later, share a kind; nodes at
-    the same place of equal segments share `alias`, and so every choice that is made for one of them; `pinned` names
-    that the user pins (with the pin's text) tell blocks apart too. A run's second round is numbered for all rounds that
-    it stands for.
+    `lists` are the paths of the model's `ModuleList`s. Segments whose text is equal up to names, and of which the same
+    values are used later, share a kind; nodes at the same place of equal segments share `alias`, and so every choice
+    that is made for one of them; `pinned` names that the user pins (with the pin's text) tell blocks apart too. A run's
+    second round is numbered for all rounds that it stands for.
     """
     segments = _segments(graph, lists)
     seen = _seen(segments)
