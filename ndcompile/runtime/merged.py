@@ -72,7 +72,8 @@ class Gradients:
 
     def _of_piece(self, piece: Piece, k: Tensor, v: Tensor) -> Three:
         gradient, q, out = (_rows(x, piece.rows) for x in (self.gradient, self.q, self.out))
-        keys, values, lse = _rows(k, piece.cols), _rows(v, piece.cols), self.lse[:, :, slice(*piece.rows)]
+        keys, values = _rows(k, piece.cols), _rows(v, piece.cols)
+        lse = _rows(self.lse, piece.rows).contiguous()  # flash takes it for that
         allowed = piece.allowed(q)
         kernel = kernel_for(q, keys, values, allowed)
         return kernel.backward(gradient, q, keys, values, out, lse, allowed, Call(piece.causal, self.scale))
