@@ -34,6 +34,7 @@ PROGRAMS = {
     "tp": Saved(TP, ROWS),
     "tp, other dims": Saved(TP, {"tokens.weight": {"tp": nd.S(1)}, "down.weight": {"tp": nd.S(0)}}),
     "hsdp": Saved(HSDP),
+    "cp": Saved("dp_shard=2, cp=2"),
     "hsdp, not summed": Saved(HSDP, replaced=(', reduce=("dp_replicate",)', "")),
     "hsdp, two dtypes": Saved(HSDP, float64=False),
     "tp, two dtypes": Saved(TP, ROWS, float64=False),

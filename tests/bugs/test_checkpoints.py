@@ -44,12 +44,14 @@ def common_folder() -> str:
 
 
 def goes_on(first: str, then: str) -> None:
-    """Two steps on one mesh, a checkpoint to which each rank writes, loaded at once on another mesh: moments are those
-    of one device, and so are the parameters after a third step."""
+    """Two steps on one mesh, an evaluation, a checkpoint to which each rank writes, loaded at once on another mesh:
+    moments are those of one device, and so are the parameters after a third step."""
     model, one, folder = saved.model(), saved.load(first), common_folder()
     single, optimizer = adamw(model), adamw(one)
     steps(model, single, batch(), 2)
     steps(one, optimizer, saved.share(first), 2)
+    with torch.no_grad():
+        one(**saved.share(first))
     parameters, moments = get_state_dict(one, optimizer)
     state_dict_saver.save({"model": parameters, "optimizer": moments}, checkpoint_id=folder)
     assert sorted(p.name for p in Path(folder).glob("*.distcp")) == [f"__{r}_0.distcp" for r in range(4)]
@@ -78,6 +80,10 @@ def tp_goes_on_on_hsdp() -> None:
 
 def hsdp_goes_on_on_tp() -> None:
     goes_on("hsdp", "tp")
+
+
+def cp_goes_on_on_tp() -> None:
+    goes_on("cp", "tp")
 
 
 def a_state_dict_loads_where_parameters_are_cut_along_other_dims() -> None:
@@ -119,6 +125,7 @@ def one_rank_alone_may_ask_for_its_state() -> None:
 ON_FOUR = (
     tp_goes_on_on_hsdp,
     hsdp_goes_on_on_tp,
+    cp_goes_on_on_tp,
     a_state_dict_loads_where_parameters_are_cut_along_other_dims,
     torch_save_takes_a_state_dict,
     one_rank_alone_may_ask_for_its_state,

@@ -16,7 +16,7 @@ UNSUMMED = {
     "A2": (Experts, "dp_shard=2, tp=2", ROUTER, "router.weight", "router"),
     "A3": (Experts, "tp=2", (), "norm.weight", "norm"),
     "A4": (Experts, "tp=2", (), "norm.bias", "norm_bias"),
-    "A5": (Experts, "tp=2", ROUTER, "router.weight", "router"),
+    "A5": (Experts, "dp_shard=2, tp=2", ROUTER, "router.weight", "router"),
     "A10, shared gate": (Experts, "tp=2", (), "gate.weight", "gate"),
     "A10, latent": (Latent, "tp=2", LATENT_WHOLE, "kv_a.weight", "kv_a"),
     "A14": (Experts, "dp_replicate=2", (), "up", "up"),

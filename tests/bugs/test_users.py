@@ -96,7 +96,7 @@ class Adapted(nn.Module):
 
 
 def test_frozen_layers_with_adapters_and_checkpointing() -> None:
-    found = situation(Adapted, batch, "dp_shard=2, tp=2")
+    found = situation(Adapted, batch, "dp_shard=2, cp=2")
     found.assert_equal()
     trained = {name for name, plan in found.program.manifest.parameters.items() if plan.requires_grad}
     assert trained == {"up_a.weight", "up_b.weight", "down_a.weight", "down_b.weight"}
