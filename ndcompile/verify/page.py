@@ -33,4 +33,5 @@ def page(report: Report) -> str:
 @cache
 def template() -> Template:
     text = resources.files("ndcompile.verify").joinpath("report.html").read_text()
-    return Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(text)
+    escaping = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return escaping.from_string(text)
