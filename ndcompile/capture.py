@@ -107,6 +107,7 @@ def _traced(
     """The graph with labelled placeholders, in which runs of equal blocks are folded; and the tensor inputs' names."""
     exported = _export(twin, given, Borders(twin, blocks_of(twin), once))
     graph = exported.graph_module
+    _know_users(graph)
     names = _label_placeholders(exported, model, list(given.named), constants)
     write_literals(graph)
     inline_regions(graph, autocast)
@@ -168,6 +169,13 @@ def _not_captured(model: nn.Module, error: Exception) -> CompileError:
         why=f"{type(error).__name__}: {(text.strip().splitlines() or [''])[0][:300]}",
         tries="inputs with which the model runs on one device",
     )
+
+
+def _know_users(graph: fx.GraphModule) -> None:
+    """Where a model has a no-grad region, torch 2.13 loses nodes that take lists from the users of what they take."""
+    for node in graph.graph.nodes:
+        for value in node.all_input_nodes:
+            value.users.setdefault(node)
 
 
 def _label_placeholders(

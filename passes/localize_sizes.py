@@ -60,8 +60,6 @@ class _Localizer:
             axis = self.axis(node.meta["layout"].dims[0])
             node.args = (given.get("start", 0), given["end"], given.get("step", 1), axis)
             node.target, node.kwargs = runtime.arange, dict(dtype=node.meta["dtype"])
-        elif node.target is aten.repeat_interleave.self_int:
-            self.copies(node)
         elif node.meta.get("algorithm_axes"):
             self.algorithm(node)
         elif node.target in (runtime.dropout, runtime.attention_with_dropout):
@@ -70,15 +68,6 @@ class _Localizer:
             odd = {d: shape[d].coefficient for d, axes in sharded.items() if not shape[d].divides_by(ranks(*axes))}
             own: dict[str, Any] = dict(shards={d: self.axis(axes) for d, axes in sharded.items()}, sizes=odd)
             node.kwargs = {**node.kwargs, **own}
-
-    def copies(self, node: fx.Node) -> None:
-        """This rank's number of copies, where they are dealt to ranks."""
-        given = arguments(node)
-        held = {axis for axes in given["self"].meta["layout"].dims for axis in axes}
-        axes = [a for a in node.meta["layout"].dims[given["dim"] or 0] if a not in held]
-        if axes:
-            count = self.number(node, part, self.axis(axes), given["repeats"])
-            node.args, node.kwargs = (given["self"], count, given["dim"]), {}
 
     def axis(self, names: Sequence[str]) -> Any:
         """An argument of a kind that fx's types do not name."""

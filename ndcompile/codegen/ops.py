@@ -134,19 +134,6 @@ def _expand(w: Writer, node: fx.Node) -> str:
     return f"{w.text(node.args[0])}.expand({', '.join(w.local_shape(node))})"
 
 
-def _repeat_interleave(w: Writer, node: fx.Node) -> str:
-    """Where the copies are dealt to ranks, as heads of keys that all ranks hold, a rank makes its own alone."""
-    given = arguments(node)
-    dim, count = given["dim"], repr(given["repeats"])
-    held = {axis for axes in given["self"].meta["layout"].dims for axis in axes}
-    axes = tuple(a for a in node.meta["layout"].dims[dim or 0] if a not in held)
-    if axes and given["repeats"] % w.sizes.mesh.size(*axes):
-        count = f"{w.axis(axes)}.part({count})"
-    elif axes:
-        count = f"{count} // {w.axis(axes)}.size"
-    return f"{w.text(given['self'])}.repeat_interleave({count}{'' if dim is None else f', {dim}'})"
-
-
 def _filled(name: str) -> Callable[[Writer, fx.Node], str]:
     def write(w: Writer, node: fx.Node) -> str:
         shape = ", ".join(w.local_shape(node))
@@ -357,7 +344,6 @@ SPECIAL: dict[str, Callable[[Writer, fx.Node], str]] = {
     "aten.flatten.using_ints": _flatten,
     "aten.unflatten.int": _unflatten,
     "aten.expand.default": _expand,
-    "aten.repeat_interleave.self_int": _repeat_interleave,
     "aten.ones.default": _filled("ones"),
     "aten.zeros.default": _filled("zeros"),
     "aten.full.default": _filled("full"),
