@@ -1,0 +1,132 @@
+"""Programs that random search found to be wrong, or to end in no clear error, each as small as it became."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from tests.programs.judge import judge
+from tests.programs.sketch import Body, Input, Sketch, Statement
+
+X = (Input("x", ("b", "s", 8)),)
+IDS_OF = (Input("x", ("b", "s", 8)), Input("labels", ("b", "s"), 8))
+LINEAR = ("self.m = nn.Linear(8, 8)",)
+SPLIT = "q = self.m(x).unflatten(-1, (4, 2)).transpose(1, 2)"
+AUX = Body(
+    "Aux", ("x",), ("self.a = nn.Linear(8, 8)", "self.b = nn.Linear(8, 8)"),
+    (Statement((), "h = x + self.a(x)"),), "(h, self.b(h))",
+)  # fmt: skip
+SECOND = Body("Second", ("x", "y"), ("self.a = nn.Linear(8, 8)",), (), "self.a(y)")
+CARRIED = Body(
+    "Carried", ("x", "k"), ("self.a = nn.Linear(8, 8)", "self.b = nn.Linear(8, 8)"),
+    (Statement((), "h = x + self.a(x)"),), "(h, self.b(h) + k)",
+)  # fmt: skip
+WITHOUT_GRADIENT = Body(
+    "WithoutGradient", ("x",), (), (Statement((), "with torch.no_grad():\n    v = x.softmax(1)"),), "x + v"
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A forward of `x` in lines, of which the last is the result."""
+
+    forward: str
+    setup: tuple[str, ...] = LINEAR
+    mesh: str = "dp_shard=2"
+    inputs: tuple[Input, ...] = X
+    parts: tuple[Body, ...] = ()
+
+    def sketch(self) -> Sketch:
+        *lines, result = self.forward.splitlines()
+        body = Body(
+            "Model", tuple(x.name for x in self.inputs), self.setup, (Statement((), "\n".join(lines)),), result
+        )  # fmt: skip
+        return Sketch((*self.parts, body), self.inputs, self.mesh)
+
+
+def blocks(kind: str, count: int = 3) -> tuple[str, ...]:
+    return (*LINEAR, f"self.blocks = nn.ModuleList({kind}() for _ in range({count}))")
+
+
+FOUND = {
+    "the batch less one as a number": Found("y = self.m(x)\ny.sum(0) / (x.shape[0] - 1)"),
+    "one over the batch": Found("y = self.m(x)\ny + 1 / x.shape[0]"),
+    "a power of the batch": Found("y = self.m(x)\ny * x.shape[0] ** -0.5"),
+    "the remainder of a length": Found("y = self.m(x)\ny * (x.shape[1] % 4)", mesh="tp=2"),
+    "the larger of two lengths": Found("y = self.m(x)\ny * max(x.shape[1], 4)", mesh="tp=2"),
+    "a mean over batch by batch": Found("y = self.m(x).sum(1)\n(y @ y.t()).mean()", mesh="dp_replicate=3"),
+    "a mean over neighbours in the batch": Found("y = self.m(x)\n(y[1:] - y[:-1]).square().mean((0, 1))"),
+    "a mean over half a sequence": Found("y = self.m(x)\ny[:, : x.shape[1] // 2].mean(1)", mesh="tp=2"),
+    "a view of neighbours in the batch": Found(
+        "y = self.m(x)\ny = y[1:] * y[:-1]\ny.view(y.shape[0], y.shape[1], 1, 8)", mesh="dp_replicate=2"
+    ),
+    "a constant cut from a sequence": Found("y = self.m(x)\ny[:, :2] = y[:, :2] * 2\ny", mesh="tp=2"),
+    "the end of a sequence": Found("self.m(x)[:, -2:]", mesh="tp=2"),
+    "one element changed through a slice": Found("y = self.m(x) + 0.5\nv = y[:, :1]\nv.mul_(2)\ny"),
+    "losses that are not reduced": Found(
+        "F.cross_entropy(self.m(x).transpose(1, 2), labels, reduction='none')", inputs=IDS_OF
+    ),
+    "repeated keys of one head": Found(
+        f"{SPLIT}\nk = self.k(x).unflatten(-1, (1, 2)).transpose(1, 2).repeat_interleave(4, dim=1)\nq @ k.mT",
+        (*LINEAR, "self.k = nn.Linear(8, 2)"), "tp=2",
+    ),
+    "repeated keys on an axis in parts": Found(
+        f"{SPLIT}\nk = self.k(x).unflatten(-1, (2, 2)).transpose(1, 2).repeat_interleave(2, dim=1)\nq @ k.mT",
+        (*LINEAR, "self.k = nn.Linear(8, 4)"), "tp.0=2, tp.1=2",
+    ),
+    "blocks that lead to unused dropout alone": Found(
+        "y = self.m(x)\nz = y\nfor block in self.blocks:\n    z = block(z, y)\nF.dropout(z, 0.2, True)\nself.e(y).tanh()",
+        (*blocks("Second"), "self.e = nn.Linear(8, 8)"), parts=(SECOND,),
+    ),
+    "blocks that do not read the one before": Found(
+        "y = self.m(x)\nz = y\nfor block in self.blocks:\n    z = block(z, y)\nz", blocks("Second"), "tp=2", parts=(SECOND,)
+    ),
+    "a second result, of the last block alone": Found(
+        "x = self.m(x)\nfor block in self.blocks:\n    x, y = block(x)\n    z = y.tanh()\nz", blocks("Aux"), parts=(AUX,)
+    ),
+    "equal blocks of which other results are used": Found(
+        "x = self.m(x)\nk = x\nfor block in self.blocks:\n    x, k = block(x, k)\nk", blocks("Carried"), parts=(CARRIED,)
+    ),
+    "a no-grad region in a block": Found(
+        "self.blocks[0](self.m(x))", blocks("WithoutGradient", 1), "tp=2", parts=(WITHOUT_GRADIENT,)
+    ),
+    "places that are listed, of a gradient": Found("self.m(x)[:, :, [0, 3, 3]]"),
+    "no gradient at all": Found("y = self.m(x)\nx.masked_fill(y.mean() > 0.5, 0.0)", mesh="tp=2"),
+    "a bias of keys, whose gradient is 0": Found(
+        "q, k = (f(x).unflatten(-1, (4, 2)).transpose(1, 2) for f in (self.m, self.k))\n"
+        "F.scaled_dot_product_attention(q, k, q)",
+        (*LINEAR, "self.k = nn.Linear(8, 8)"), "dp_replicate=2, dp_shard=2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found_programs_are_equal_now(name: str) -> None:
+    torch.set_num_threads(1)
+    verdict = judge(FOUND[name].sketch())
+    assert verdict.kind == "equal", f"{verdict.detail}\n{FOUND[name].sketch()}"
+
+
+def test_a_sketch_prints_as_what_runs() -> None:
+    sketch = replace(FOUND["one over the batch"].sketch(), pins=(("m.weight", "tp", "nd.S(0)"),))
+    assert str(sketch).splitlines()[8:] == [
+        "",
+        "class Model(nn.Module):",
+        "    def __init__(self):",
+        "        super().__init__()",
+        "        self.m = nn.Linear(8, 8)",
+        "",
+        "    def forward(self, x):",
+        "        y = self.m(x)",
+        "        return y + 1 / x.shape[0]",
+        "",
+        "",
+        "torch.manual_seed(0)",
+        "model = Model()",
+        "inputs = dict(x=torch.randn(4, 6, 8))",
+        "program = nd.compile(model, 'dp_shard=2', inputs, dynamic_dims={'x': {0: 'b', 1: 's'}},",
+        '                     placements={"m.weight": {"tp": nd.S(0)}})',
+        "print(nd.verify(program, model, seeds=1))",
+    ]
