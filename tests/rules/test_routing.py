@@ -7,7 +7,8 @@ import pytest
 from ndcompile.errors import CompileError
 from ndcompile.placement import P, R, S
 from ndcompile.rules.rows import rows
-from tests.rules.case import case, f, ints
+from tests.rules.case import Case, case, f, ints
+from tests.rules.tries import in_field
 
 
 def test_experts_shard_rows_and_both_widths_but_never_the_experts() -> None:
@@ -44,3 +45,12 @@ def test_repetitions_are_whole(size: int, ways: tuple[int, ...]) -> None:
     """They were sharded where the dim was of size 1, or full."""
     trial = case("aten.repeat_interleave.self_int", f(size, 6), 4, 0).trial()
     assert all(row.factor != "n" for rows in trial.check(*ways) for row in rows)
+
+
+@pytest.mark.parametrize("given", [
+    case("aten.argsort.default", f(4, 6), 0, True),
+    case("aten.index_put.default", f(6, 4), [ints(3, high=6), None], f(3, 4), True),
+], ids=str)  # fmt: skip
+def test_what_the_field_did_otherwise(given: Case) -> None:
+    """It sorted along the last dim whatever dim was given by position, and failed where a dim has no index."""
+    assert any(row.factor for rows in given.trial(in_field()).check(2) for row in rows)

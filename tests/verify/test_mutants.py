@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import ndcompile as nd
+from ndcompile.checks import CheckError
 from ndcompile.runtime import private
 from ndcompile.verify import execute
 from ndcompile.verify.graph_mutants import graph_mutants
 from ndcompile.verify.lockstep import RanksDisagree
 from ndcompile.verify.mutants import OPERATORS, ORDERS, REPLACED, Mutant, mutants
 from ndcompile.verify.reorder import HERE
+from ndcompile.verify.rule_mutants import RuleMutant
 from ndcompile.verify.score import Judge, score
 from tests.equivalence.compare import Case, make
 
@@ -114,3 +116,31 @@ def test_an_optimizer_that_looks_at_rows_is_seen_where_rows_are_sharded(monkeypa
     report = nd.verify(own.program, own.model, seeds=1, microbatches=1)
     assert [claim.held for claim in report.claims] == [True, False, False]
     assert "weight after it: another value on rank" in report.differences[0]
+
+
+RULE_BUGS = {
+    "the bias of a layer sharded on its own": (
+        RuleMutant("a factor not tied to another tensor's", "aten.linear.default", "operand 2, n"), "does not run",
+    ),
+    "a product taken as a sum": (RuleMutant("a product taken as a sum", "aten.mul.Tensor", "term 0"), "another value"),
+    "an output that is said to be sharded elsewhere": (
+        RuleMutant("a wrong dim", "aten.gelu.default", "output, dims 0 and 1"), "does not run",
+    ),
+    "a sum over a shard called whole": (RuleMutant("a contraction's result called whole"), "types"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", RULE_BUGS)
+def test_a_bug_in_a_rule_is_seen_in_a_program_that_uses_it(bug: str) -> None:
+    """The types believe the wrong rule, as the compiler does; the text shows what it makes of it."""
+    mutant, how = RULE_BUGS[bug]
+    made, batch = make(Case("mlp", "dp_shard=2, tp=2"))
+    with mutant.planted():
+        try:
+            program = nd.compile(made, "dp_shard=2, tp=2", batch, float64=True)
+        except CheckError:
+            assert how == "types"
+        else:
+            report = nd.verify(program, made, seeds=1, microbatches=1)
+            assert report.claims[0].held and not report.equal, report
+            assert how in report.differences[0]
