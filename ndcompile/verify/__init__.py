@@ -9,20 +9,22 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ndcompile import checks, pipeline
+from ndcompile import checks, pipeline, planning
 from ndcompile.duties import duties
 from ndcompile.errors import CompileError
 from ndcompile.program import Program
+from ndcompile.verify import own_dtypes
 from ndcompile.verify.arithmetic import PRIME, Domain, Field, Float64, NotInDomain, ZeroDenominator
 from ndcompile.verify.compare import Comparison, compare
 from ndcompile.verify.execute import on_one_device, on_ranks, round_trip
+from ndcompile.verify.integers import Integers
 from ndcompile.verify.localise import begins_at
 from ndcompile.verify.report import Claim, Report
 from ndcompile.verify.sample import Sample, draw, symbol_sizes
@@ -50,6 +52,7 @@ def verify(
     seeds: int = 3,
     microbatches: int = 2,
     source: str | None = None,
+    also: Sequence[str] = (),
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> Report:
@@ -58,9 +61,12 @@ def verify(
 
     Needs no process group and no GPU. `model` is needed where it has integer buffers. `source` is another text to run
     in place of the program's. A large program runs at small sizes on a small mesh, with its own text (`shrink`).
-    All ranks run on `device`, the CPU or one GPU. `progress(what, done, steps)` is called before each step and at the end.
+    `also` asks for more arithmetics: "dtypes", the program's own (asked for by itself where there is a precision), and
+    "integers", small whole numbers, for programs that are shallow. All ranks run on `device`, the CPU or one GPU.
+    `progress(what, done, steps)` is called before each step and at the end.
     """
-    tell = _counting(progress, seeds + 3)
+    wanted = _asked_for(program, also)
+    tell = _counting(progress, seeds + 3 + len(wanted))
     tell("types")
     types = _types(program)
     exact, float64 = _Layer(), _Layer()
@@ -73,15 +79,25 @@ def verify(
     float64.located = bool(exact.differences)
     tell("float64")
     _run(cases[0], model, Float64, 0, microbatches, source, float64, device)
+    more = []
+    for name in wanted:
+        tell(name)
+        more.append(ALSO[name](cases[0], model, seeds, microbatches, source, device))
     tell("done")
     worst = exact if exact.held is False else float64
     return Report(
         f"{program.manifest.model} on {program.mesh}",
-        [types, *_round_trip(cases[0]), _exact_claim(exact, seeds, microbatches, cases), _float64_claim(float64)],
+        [
+            types,
+            *_round_trip(cases[0]),
+            _exact_claim(exact, seeds, microbatches, cases),
+            _float64_claim(float64),
+            *more,
+        ],
         [_sizes(case) for case in cases[: max(seeds, 1)]],
-        worst.differences,
+        worst.differences or [text for claim in more if claim.held is False for text in claim.evidence],
         worst.begins,
-        _not_checked(exact),
+        _not_checked(exact, wanted),
         program,
         source or str(program),
     )
@@ -93,9 +109,16 @@ def _counting(progress: Progress | None, steps: int) -> Callable[[str], None]:
     return lambda what: progress(what, next(done), steps) if progress else None
 
 
-def _not_checked(exact: _Layer) -> list[str]:
+def _not_checked(exact: _Layer, wanted: Sequence[str]) -> list[str]:
     more = [f"the prime field: {exact.unknown}"] if exact.unknown else []
-    return NOT_CHECKED + more
+    first, *rest = NOT_CHECKED
+    return ["process groups and kernels" if "dtypes" in wanted else first, *rest, *more]
+
+
+def _asked_for(program: Program, also: Sequence[str]) -> list[str]:
+    for name in also:
+        planning.check_option("also", name, tuple(ALSO))
+    return list(dict.fromkeys([*also, *(["dtypes"] if program.manifest.compute else [])]))
 
 
 RANKS, ELEMENTS = 16, 2_000_000
@@ -261,6 +284,46 @@ def _float64_claim(layer: _Layer) -> Claim:
     c = layer.comparison
     evidence = [f"the furthest of {c.tensors:,} tensors is {c.worst:.1e} away; 1e-10 would fail"]
     return Claim("tested (float64)", layer.held, evidence, layer.seconds)
+
+
+def _integers_claim(
+    case: Program, model: nn.Module | None, seeds: int, microbatches: int, source: str | None,
+    device: torch.device | str,
+) -> Claim:  # fmt: skip
+    """One step without the optimizer, whose squares grow too large."""
+    layer, kind = _Layer(), "equal over small integers"
+    layer.located = True
+    for seed in range(seeds):
+        if layer.held is not False and not layer.unknown:
+            _run(case, model, Integers, seed, microbatches, source, layer, device)
+    c = layer.comparison
+    evidence = (
+        layer.differences[:1]
+        or ([layer.unknown] if layer.unknown else [])
+        or [
+            f"{seeds} seeds; results and gradients, {c.tensors:,} tensors, {c.elements:,} elements: the difference is 0"
+        ]
+    )
+    return Claim(kind, layer.held, evidence, layer.seconds)
+
+
+def _dtypes_claim(
+    case: Program, model: nn.Module | None, seeds: int, microbatches: int, source: str | None,
+    device: torch.device | str,
+) -> Claim:  # fmt: skip
+    """One seed by the error model; where one device does not run in these dtypes, nothing can be said."""
+    kind, right = own_dtypes.kind_of(case), None
+    try:
+        right = own_dtypes.on_one_device_twice(case, model, microbatches, device)
+        return own_dtypes.claim(case, right, source)
+    except FAILURES as error:
+        who = "the reference graph" if right is None else "the emitted text"
+        text = f"{who} does not run in these dtypes: {type(error).__name__}: {str(error).splitlines()[0]}"
+        return Claim(kind, None if right is None else False, [text], 0.0)
+
+
+ALSO = {"dtypes": _dtypes_claim, "integers": _integers_claim}
+"""Arithmetics beside the prime field and float64."""
 
 
 class _Module(ModuleType):

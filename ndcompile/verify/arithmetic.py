@@ -31,6 +31,12 @@ class Domain(ABC):
 
     name: str
     exact: bool
+    widens: bool = True
+    """Whether one dtype stands for all floating ones."""
+    optimizes: bool = True
+    """Whether a step ends with the norm, clipping and AdamW."""
+    eps: float = 1e-8
+    """AdamW's, by which it divides at least."""
     degree: int = 0
     """An estimate of the degree of what is computed, as a rational function: its products and denominators."""
 
@@ -216,7 +222,7 @@ class Field(Domain):
     def run(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, kind, meaning = meaning_of(op)
         if kind == "moves":
-            return op(*args, **kwargs)
+            return op(*(widened(a) for a in args), **{k: widened(v) for k, v in kwargs.items()})
         if kind == "constant" or not any(_is_element(a) for a in args):
             args, kwargs = tuple(widened(a) for a in args), {k: widened(v) for k, v in kwargs.items()}
             return pytree.tree_map_only(Tensor, self.encode, op(*args, **kwargs))

@@ -70,6 +70,28 @@ class ErrorModel:
     def worst(self, found: Sequence[Measured]) -> Measured:
         return max(found, key=self.ratio)
 
+    def told(self, found: Iterable[Measured]) -> list[str]:
+        """What is rejected, the worst first; of many the first five."""
+        worst = sorted(self.rejected(found), key=self.ratio, reverse=True)
+        more = [f"and {len(worst) - 5} more of {len(found)} tensors"] if len(worst) > 5 else []
+        told = [f"{m.what} is {m.error:.2e} away on rank {m.rank}, {self.limit(m):.2e} is allowed" for m in worst[:5]]
+        return told + more
+
+    def evidence(self, found: Sequence[Measured]) -> list[str]:
+        """The worst ratio and where; the smallest errors that would have been rejected, of the tightest tensor and of
+        the loosest."""
+        worst, count = self.worst(found), f"{len(found):,} tensors"
+        where = f"{worst.what}, rank {worst.rank}"
+        if self.dtype == torch.float64:
+            return [f"{count}: the furthest is {self.ratio(worst) * EXACT:.1e} away ({where}); {EXACT:.0e} would fail"]
+        tight, loose = min(found, key=self.relative_limit), max(found, key=self.relative_limit)
+        return [
+            f"{count}: the largest error is {self.ratio(worst):.2f} times what rounding explains ({where}); "
+            f"{ALLOWED:g} would fail",
+            f"rejected would be an error of {self.relative_limit(tight):.1e} ({tight.what}) "
+            f"to {self.relative_limit(loose):.1e} ({loose.what}) of a tensor",
+        ]
+
     def relative_limit(self, of: Measured) -> float:
         """The smallest error that would have been rejected, relative to the tensor's norm."""
         return self.limit(of) / of.size if of.size else math.inf

@@ -38,7 +38,7 @@ class Step:
 
     results: list[list[Any]] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    norm: Tensor | None = None
+    norm: Tensor = field(default_factory=lambda: torch.zeros(()))
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -65,7 +65,9 @@ def on_one_device(program: Program, sample: Sample, domain: Domain) -> list[Step
             if small is not None:
                 return small(inputs)
             given = dict(zip(own.inputs, inputs, strict=True))
-            found = walk(program.reference, lambda node: own.placeholder(node, leaves, given))
+            found = walk(
+                program.reference, lambda node: _as_compiled(own.placeholder(node, leaves, given), node, domain)
+            )
             names = program.manifest.updates
             own.buffers.update(zip(names, found[len(found) - len(names) :], strict=True))
             return found
@@ -74,6 +76,12 @@ def on_one_device(program: Program, sample: Sample, domain: Domain) -> list[Step
 
     with sdpa_kernel(SDPBackend.MATH):
         return run_one(domain, run)
+
+
+def _as_compiled(value: Tensor, node: fx.Node, domain: Domain) -> Tensor:
+    """A parameter in the dtype that the program casts it to, where dtypes count."""
+    cast = not domain.widens and node.meta["role"] == "parameter"
+    return value.to(node.meta["dtype"]) if cast else value
 
 
 Look = Callable[[int, int, Sequence[Any]], None]
@@ -127,9 +135,8 @@ def _alone(program: Program, leaves: Mapping[str, Tensor], sample: Sample) -> Ro
     """At small sizes the text for one device, since the numbers in the reference graph are the large ones."""
     if not isinstance(program, Small):
         return None
-    return _one_rank(
-        program.one_rank, program, program.manifest.parameters, leaves, sample.buffers, program.without
-    )  # fmt: skip
+    plans, compute = program.manifest.parameters, program.manifest.compute
+    return _one_rank(program.one_rank, program, plans, leaves, sample.buffers, program.without, compute)
 
 
 def _one_rank(
@@ -139,10 +146,11 @@ def _one_rank(
     leaves: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     without: frozenset[str],
+    compute: str | None = None,
 ) -> Root:
-    """The root of a text for one device, in the dtypes of its parameters."""
+    """The root of a text for one device, in the dtypes of its parameters unless they are cast to `compute`."""
     whole = {n: replace(p, dims=((),) * len(p.shape)) for n, p in plans.items()}
-    manifest = replace(program.manifest, mesh="one rank", parameters=whole, compute=None, reduce=None)
+    manifest = replace(program.manifest, mesh="one rank", parameters=whole, compute=compute, reduce=None)
     return execute(text, manifest, Mesh(MeshSpec(())), leaves, buffers, without)
 
 
@@ -198,9 +206,9 @@ def _train(
     leaves: Mapping[str, Tensor], forward: Forward, backward: Backward, sample: Sample, norm: Norm, domain: Domain
 ) -> list[Step]:
     trained = {name: p for name, p in leaves.items() if p.requires_grad}
-    optimizer = _FlatAdamW(trained)
+    optimizer = _FlatAdamW(trained, domain.eps)
     steps = []
-    for _ in range(sample.steps):
+    for _ in range(sample.steps if domain.optimizes else 1):
         step = Step()
         for number, inputs in enumerate(sample.batches):
             found = forward(inputs)
@@ -209,8 +217,9 @@ def _train(
         step.gradients = {name: None if p.grad is None else p.grad.clone() for name, p in trained.items()}
         degree = domain.degree
         with torch.no_grad():
-            step.norm = norm({name: g for name, g in step.gradients.items() if g is not None})
-            optimizer.step(torch.clamp(CLIP / (step.norm + 1e-6), max=1.0))
+            if domain.optimizes:
+                step.norm = norm({name: g for name, g in step.gradients.items() if g is not None})
+                optimizer.step(torch.clamp(CLIP / (step.norm + 1e-6), max=1.0))
         domain.degree = degree  # a parameter's own quotient adds nothing to a gradient's
         step.parameters = {name: p.detach().clone() for name, p in leaves.items()}
         steps.append(step)
@@ -220,8 +229,8 @@ def _train(
 class _FlatAdamW:
     """torch's AdamW on all parameters as one vector: it goes element by element, and one vector is faster than many."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Mapping[str, Tensor], eps: float) -> None:
+        self._parameters, self._eps = parameters, eps
         self._optimizers: dict[tuple[str, ...], torch.optim.AdamW] = {}
 
     def step(self, scale: Tensor) -> None:
@@ -232,7 +241,7 @@ class _FlatAdamW:
         flat = torch.cat([p.flatten() for p in moved.values()]).requires_grad_()
         flat.grad = torch.cat([p.grad.flatten() for p in moved.values() if p.grad is not None]) * scale
         optimizer = self._optimizers.setdefault(
-            tuple(moved), torch.optim.AdamW([flat], lr=LEARNING_RATE, foreach=False)
+            tuple(moved), torch.optim.AdamW([flat], lr=LEARNING_RATE, eps=self._eps, foreach=False)
         )
         (held,) = optimizer.param_groups[0]["params"]
         held.copy_(flat)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +113,7 @@ def _total(gradients: Mapping[str, Tensor]) -> float:
 
 def result_dims(program: Program, results: Results) -> dict[str, Any]:
     """How each result that is a tensor lies."""
-    layouts = zip(results, result_layouts(program), strict=False)
+    layouts = zip(results, itertools.cycle(result_layouts(program)), strict=False)  # of each microbatch the same
     return {name: layout.dims for name, layout in layouts if layout is not None}
 
 

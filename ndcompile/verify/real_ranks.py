@@ -27,7 +27,7 @@ from ndcompile.runtime.agreement import everyones, together
 from ndcompile.runtime.module import ParallelModule
 from ndcompile.verify import payloads, training
 from ndcompile.verify.delays import delayed
-from ndcompile.verify.error_model import ALLOWED, EXACT, ErrorModel, Measured
+from ndcompile.verify.error_model import ErrorModel, Measured
 from ndcompile.verify.execute import cotangent_scales, input_dims
 from ndcompile.verify.measure import Ruler, assembled, result_dims
 from ndcompile.verify.places import part
@@ -180,10 +180,10 @@ class OnRanks:
         """The error model over all steps."""
         begin = time.perf_counter()
         found = self.measure(self.train(right.exact), right)
-        model = self.error_model
-        bad = [f"{m.what} is {m.error:.2e} away on rank {m.rank}, {model.limit(m):.2e} is allowed"
-               for m in sorted(model.rejected(found), key=model.ratio, reverse=True)]  # fmt: skip
-        evidence = bad or self._evidence(found, right)
+        bad, zero = self.error_model.told(found), self.ruler.zero(right.exact[0].gradients)
+        evidence = bad or self.error_model.evidence(found)
+        if zero and not bad:
+            evidence.append(f"zero by mathematics, not compared: {len(zero)} gradients ({min(zero)}, …)")
         return Claim(self._kind(how), not bad, evidence, time.perf_counter() - begin)
 
     @property
@@ -192,25 +192,6 @@ class OnRanks:
 
     def _kind(self, how: str) -> str:
         return f"tested (real ranks, {self.job.precision}, {how})"
-
-    def _evidence(self, found: Sequence[Measured], right: References) -> list[str]:
-        model = self.error_model
-        worst = model.worst(found)
-        where = f"{worst.what}, rank {worst.rank}"
-        tensors = f"{len(found)} tensors of {self.job.recipe.steps} steps"
-        if self.job.precision == "float64":
-            return [
-                f"{tensors}: the furthest is {model.ratio(worst) * EXACT:.1e} away ({where}); {EXACT:.0e} would fail"
-            ]
-        tight, loose = min(found, key=model.relative_limit), max(found, key=model.relative_limit)
-        zero = self.ruler.zero(right.exact[0].gradients)
-        return [
-            f"{tensors}: the largest error is {model.ratio(worst):.2f} times what rounding explains ({where}); "
-            f"{ALLOWED:g} would fail",
-            f"rejected would be an error of {model.relative_limit(tight):.1e} ({tight.what}) "
-            f"to {model.relative_limit(loose):.1e} ({loose.what}) of a tensor",
-            *([f"zero by mathematics, not compared: {len(zero)} gradients ({min(zero)}, …)"] if zero else []),
-        ]
 
     # ---- delays ------------------------------------------------------------------------------------------------------
 
@@ -227,8 +208,7 @@ class OnRanks:
             if bitwise:
                 texts += _from_all([f"{what} has other bits with delays" for what in _unequal(first, taken)])
             else:
-                texts += [f"{m.what} is {m.error:.2e} away with delays" for m in
-                          self.error_model.rejected(self.measure(taken, right))]  # fmt: skip
+                texts += self.error_model.told(self.measure(taken, right))
         same = "the same bits as without" if bitwise else "within the error model (two runs without delays differ)"
         evidence = [f"{delayed_count} collectives of {runs} runs with delays around start and wait: {same}"]
         return Claim(self._kind(f"{how}, delays"), not texts, texts or evidence, time.perf_counter() - begin)

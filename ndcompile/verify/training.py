@@ -187,5 +187,6 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 def depth(model: nn.Module) -> int:
-    """The number of blocks: the length of the model's longest list of modules."""
-    return max((len(m) for m in model.modules() if isinstance(m, nn.ModuleList)), default=1)
+    """The number of blocks, the length of the model's longest list of modules; without one, that of its layers."""
+    blocks = max((len(m) for m in model.modules() if isinstance(m, nn.ModuleList)), default=0)
+    return blocks or max(1, sum(bool(list(m.parameters(recurse=False))) for m in model.modules()))
