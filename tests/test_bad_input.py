@@ -372,6 +372,22 @@ def unequal_inputs(rank: int) -> None:
     parallel_mlp()(X + rank)
 
 
+class Divided(nn.Module):
+    """Divides by a count that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor, count: Tensor) -> Tensor:
+        return self.mlp(x).sum() / count
+
+
+def unequal_counts(rank: int) -> None:
+    parallel = nd.parallelize(seeded(Divided), "dp_shard=2", dict(x=X, count=torch.tensor(4)))
+    parallel(X[:2], torch.tensor(2 + rank))
+
+
 def unequal_meshes(rank: int) -> None:
     parallel_mlp("tp=2" if rank else "dp_shard=2")
 
@@ -475,6 +491,11 @@ ON_RANKS: dict[Callable[[int], None], str | list[str]] = {
         "input 'x' differs between ranks 0 and 1, which share one data-parallel batch",
         "  why  ranks that differ only in tp work on the same samples",
         "  try  seed the loader by the data-parallel index, not by the rank",
+    ),
+    unequal_counts: lines(
+        "input 'count' differs between ranks 0 and 1",
+        "  why  it has no batch, so the program takes it to be the same on every rank",
+        "  try  the global one: a count of tokens is the sum over data-parallel ranks",
     ),
     unequal_meshes: lines(
         "programs differ between ranks 0 and 1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -123,26 +124,18 @@ class ParallelModule(nn.Module):
                 )
 
     def _check_ranks(self, manifest: Manifest, tensors: list[Tensor]) -> None:
-        """On the first call: equal inputs on ranks that differ in tp only, equal batch sizes on all."""
+        """On the first call: equal inputs on ranks that share a batch, equal batch sizes and other inputs on all."""
         everyone = everyones([(tuple(t.shape), str(t.dtype), _checksum(t)) for t in tensors])
         spec = self._mesh.spec
         data = [axis.name for axis in spec.axes if axis.kind.startswith("dp_")]
+        shared = " and ".join(dict.fromkeys(axis.kind for axis in spec.axes if axis.name not in data))
         for rank, theirs in enumerate(everyone):
             place = spec.coordinate(rank)
             peer = spec.rank({name: place[name] if name in data else 0 for name in spec.names})
-            for name, mine, first, zeroth in zip(manifest.inputs, theirs, everyone[peer], everyone[0], strict=True):
-                if mine != first:
-                    raise Disagreement(
-                        f"input '{name}' differs between ranks {peer} and {rank}, which share one data-parallel batch\n"
-                        f"  why  ranks that differ only in tp work on the same samples\n"
-                        f"  try  seed the loader by the data-parallel index, not by the rank"
-                    )
-                if mine[:2] != zeroth[:2]:
-                    raise Disagreement(
-                        f"input '{name}' is {list(mine[0])} on rank {rank} and {list(zeroth[0])} on rank 0\n"
-                        f"  why  every data-parallel rank must have a batch of the same size\n"
-                        f"  try  drop_last=True, or pad the last batch"
-                    )
+            for plan, *held in zip(manifest.input_plans, theirs, everyone[peer], everyone[0], strict=True):
+                _refuse_other_input(plan, held, rank, peer, shared)
+        if data and torch.distributed.get_rank() == 0 and all(theirs == everyone[0] for theirs in everyone):
+            warnings.warn(SAME_BATCH, stacklevel=2)
 
     @torch.compiler.disable
     def _finish(self, manifest: Manifest, results: tuple[Any, ...]) -> Any:
@@ -151,6 +144,36 @@ class ParallelModule(nn.Module):
 
     def _result(self, value: Any, sharded: Mapping[str, Sequence[int]]) -> Any:
         return private.distributed(value, self._device_mesh, sharded) if sharded else value
+
+
+SAME_BATCH = (
+    "all data-parallel ranks have the same batch\n"
+    "  why  each is to have its own part of the global batch, in which these samples now stand several times\n"
+    "  try  shard the loader by the data-parallel index"
+)
+
+
+def _refuse_other_input(plan: InputPlan, held: Sequence[Any], rank: int, peer: int, shared: str) -> None:
+    """Compare one input's shape, dtype and checksum: a rank's, the first's that shares its batch, rank 0's."""
+    mine, first, zeroth = held
+    if mine != first:
+        raise Disagreement(
+            f"input '{plan.name}' differs between ranks {peer} and {rank}, which share one data-parallel batch\n"
+            f"  why  ranks that differ only in {shared} work on the same samples\n"
+            f"  try  seed the loader by the data-parallel index, not by the rank"
+        )
+    if mine[:2] != zeroth[:2]:
+        raise Disagreement(
+            f"input '{plan.name}' is {list(mine[0])} on rank {rank} and {list(zeroth[0])} on rank 0\n"
+            f"  why  every data-parallel rank must have a batch of the same size\n"
+            f"  try  drop_last=True, or pad the last batch"
+        )
+    if mine != zeroth and "b" not in plan.dims:
+        raise Disagreement(
+            f"input '{plan.name}' differs between ranks 0 and {rank}\n"
+            f"  why  it has no batch, so the program takes it to be the same on every rank\n"
+            f"  try  the global one: a count of tokens is the sum over data-parallel ranks"
+        )
 
 
 def _check_placements(plan: InputPlan, tensor: DTensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -58,6 +59,20 @@ def delays_change_no_bit() -> None:
         assert all(map(torch.equal, found, expected))
 
 
+def equal_batches_on_data_ranks_are_told() -> None:
+    """Each rank has the first rows, of which the global batch then has four copies."""
+    with warnings.catch_warnings(record=True, action="always") as equal:
+        saved.load("hsdp")(**{name: rows[:1] for name, rows in batch().items()})
+    with warnings.catch_warnings(record=True, action="always") as parts:
+        saved.load("hsdp")(**saved.share("hsdp"))
+    told = [str(w.message) for w in equal]
+    first = dist.get_rank() == 0
+    assert [text.partition("\n")[0] for text in told if "batch" in text] == (
+        ["all data-parallel ranks have the same batch"] if first else []
+    )
+    assert not [w for w in parts if "same batch" in str(w.message)]
+
+
 def gradients_have_their_parameters_dtypes(name: str) -> None:
     """Matrices in half precision, norms in float32: nothing is cast to the other's dtype on its way."""
     parallel, model = saved.load(name), saved.model(name)
@@ -84,6 +99,7 @@ def a_loss_over_sharded_classes_in_half_precision() -> None:
 
 ON_FOUR = (
     delays_change_no_bit,
+    equal_batches_on_data_ranks_are_told,
     two_dtypes_in_one_bucket,
     a_loss_over_sharded_classes_in_half_precision,
 )
