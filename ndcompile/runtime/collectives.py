@@ -84,8 +84,10 @@ def all_to_all(
     `[…, part of size, …, whole, …] → […, size, …, part of whole, …]`
     """
     other = x.shape[target] if x.shape[target] % axis.size else None
-    orders = dict(balanced=balanced, balanced_target=balanced_target)
-    return _convert("all_to_all", x, axis, source, target=target, size=size, other=other, **orders)
+    return _convert(
+        "all_to_all", x, axis, source, target=target, size=size, other=other,
+        balanced=balanced, balanced_target=balanced_target,
+    )  # fmt: skip
 
 
 def pad(x: Tensor, axis: Ranks, dim: int, *, size: int | None = None, balanced: bool = False) -> Tensor:

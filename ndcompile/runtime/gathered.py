@@ -100,9 +100,10 @@ class Rows:
         k, v = finish(start(self.k, self.v, self.shared, gradient), self.k, self.v, self.shared)
         of_q, of_k, of_v = [], plain.widened(torch.zeros_like(k)), plain.widened(torch.zeros_like(v))
         for piece in self.pieces():
-            own = _of(gradient, piece.rows), (q := _of(self.q, piece.rows))
-            given = _of(k, piece.cols), _of(v, piece.cols), _of(out, piece.rows), None
-            found = plain.backward(*own, *given, piece.allowed(q), self.shared.scale, self.dropper(piece))
+            own, q, result = (_of(x, piece.rows) for x in (gradient, self.q, out))
+            keys, values, allowed = _of(k, piece.cols), _of(v, piece.cols), piece.allowed(q)
+            drop = self.dropper(piece)
+            found = plain.backward(own, q, keys, values, result, None, allowed, self.shared.scale, drop)
             of_q.append(found[0])
             of_k[:, :, slice(*piece.cols)] += found[1]
             of_v[:, :, slice(*piece.cols)] += found[2]

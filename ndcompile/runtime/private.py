@@ -183,15 +183,21 @@ def spin(seconds: float) -> None:
 
 _aten = torch.ops.aten
 ATTENTION = {
-    "cudnn": (_aten._scaled_dot_product_cudnn_attention, _aten._scaled_dot_product_cudnn_attention_backward),
-    "flash": (_aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_backward),
+    "cudnn": (
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_cudnn_attention_backward.default,
+    ),
+    "flash": (
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_backward.default,
+    ),
     "efficient": (
-        _aten._scaled_dot_product_efficient_attention,
-        _aten._scaled_dot_product_efficient_attention_backward,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_efficient_attention_backward.default,
     ),
     "cpu": (
-        _aten._scaled_dot_product_flash_attention_for_cpu,
-        _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     ),
 }
 """torch's attention kernels, which also give the log-sum-exp of the scores, each with its backward."""

@@ -39,12 +39,12 @@ class Shared:
 
     def with_rows(self, rows: tuple[Tensor | None, ...]) -> Shared:
         """The same with the tensors that `split` took from the mask."""
-        given = {name: x for name, x in zip(ROWS, rows, strict=True) if x is not None}
+        given: dict[str, Any] = {name: x for name, x in zip(ROWS, rows, strict=True) if x is not None}
         return replace(self, mask=replace(self.mask, **given))
 
 
 def split(mask: Mask) -> tuple[Mask, tuple[Tensor | None, ...]]:
     """A mask without its tensors, and these: an autograd function is given tensors one by one."""
     rows: dict[str, Any] = {name: getattr(mask, name) for name in ROWS}
-    tensors = {name: x for name, x in rows.items() if isinstance(x, Tensor)}
-    return replace(mask, **dict.fromkeys(tensors)), tuple(tensors.get(name) for name in ROWS)
+    none: dict[str, Any] = {name: None for name, x in rows.items() if isinstance(x, Tensor)}
+    return replace(mask, **none), tuple(rows[name] if name in none else None for name in ROWS)

@@ -169,7 +169,7 @@ def measure(shape: Shape, axis: Ranks, device: torch.device, times: int, compile
                     function = torch.compile(attend, fullgraph=True) if compiled else attend
                     took = seconds(lambda f=function: results(f, parts), times, device)  # type: ignore[misc]
                     peak = memory(lambda f=function: results(f, parts), device)  # type: ignore[misc]
-                    kernel = kernel_for(*parts[:3], None).name
+                    kernel = kernel_for(parts[0], parts[1], parts[2], None).name
                 yield {
                     "how": how, "kernel": kernel, "sum": str(dtype or parts[1].dtype)[6:], "compiled": compiled,
                     "ms": round(1e3 * took, 3), "speedup": round(alone / took, 3), **peak,

@@ -66,8 +66,9 @@ def on_ranks(
 
 
 def on_one(tensors: Tensors, gradient: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensors:
-    out = F.scaled_dot_product_attention(*tensors, mask, scale=scale, enable_gqa=True)
-    return [out, *torch.autograd.grad(out, tensors, gradient)]
+    q, k, v = tensors
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+    return [out.detach(), *torch.autograd.grad(out, tensors, gradient)]
 
 
 def draw_tensors(b: int, h: int, g: int, s: int, t: int, d: int = 4, e: int = 3) -> tuple[Tensors, Tensor]:
@@ -135,8 +136,9 @@ def test_dropout_drops_what_one_device_drops(data: st.DataObject, ranks: int, ho
         return context_attention(q, k, v, axis, **named, **drop, how=how, balanced=balanced)
 
     ours = on_ranks(tensors, gradient, ranks, balanced, attend)
-    alone = attention_with_dropout(*tensors, None, 0.4, key, 2, **named)
-    assert_equal(ours, [alone, *torch.autograd.grad(alone, tensors, gradient)])
+    q, k, v = tensors
+    alone = attention_with_dropout(q, k, v, None, 0.4, key, 2, **named)
+    assert_equal(ours, [alone.detach(), *torch.autograd.grad(alone, tensors, gradient)])
 
 
 MASKS: dict[str, Parts] = {
@@ -259,38 +261,41 @@ def test_heads_that_do_not_divide_are_an_error() -> None:
         context_attention(q, q, q, Ranks("cp", 4, 0, "cp"), how="rings")
 
 
-def on_gloo(ranks: int, masks: list[str]) -> list[tuple[int, Tensors]]:
-    """For each way and mask, eager and compiled: the bytes kept for the backward besides inputs, and the results."""
+def kept_and_results(attend: Callable[..., Tensor], leaves: Tensors, gradient: Tensor) -> tuple[int, Tensors]:
+    """The bytes that are kept for the backward besides the inputs and the result; the result and the gradients."""
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = attend(*leaves)
+    given = {x.untyped_storage().data_ptr() for x in (*leaves, out)}
+    bytes_kept = sum(size for at, size in kept.items() if at not in given)
+    return bytes_kept, [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
+
+
+def on_gloo(ranks: int) -> list[tuple[int, Tensors]]:
+    """Each way under a causal mask, as it is and compiled."""
     axis, found = Mesh.bound(MeshSpec.parse(f"tp={ranks}"))["tp"], []
     tensors, gradient = draw_tensors(2, 2, 2, 48, 48)
     for how in WAYS:
-        for named in (MASKS[mask] for mask in masks):
 
-            def attend(q: Tensor, k: Tensor, v: Tensor, named: Parts = named, how: str = how) -> Tensor:
-                return context_attention(q, k, v, axis, **named, how=how)
+        def attend(q: Tensor, k: Tensor, v: Tensor, how: str = how) -> Tensor:
+            return context_attention(q, k, v, axis, causal=True, how=how)
 
-            for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
-                leaves, kept = [own(x.detach(), axis, True).requires_grad_() for x in tensors], {}
-
-                def pack(x: Tensor, kept: dict[int, int] = kept) -> Tensor:
-                    kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-                    return x
-
-                with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-                    out = function(*leaves)
-                given = {x.untyped_storage().data_ptr() for x in (*leaves, out)}
-                gradients = torch.autograd.grad(out, leaves, own(gradient, axis, True))
-                found.append((sum(n for at, n in kept.items() if at not in given), [out.detach(), *gradients]))
+        for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+            leaves = [own(x.detach(), axis, True).requires_grad_() for x in tensors]
+            found.append(kept_and_results(function, leaves, own(gradient, axis, True)))
     return found
 
 
 def test_real_ranks_compiled_or_not() -> None:
-    masks = ["causal"]
     tensors, gradient = draw_tensors(2, 2, 2, 48, 48)
-    for rank, answer in enumerate(run_on_gloo(2, on_gloo, 2, masks)):
-        axis = Ranks("tp", 2, rank, "tp")
+    right = on_one(tensors, gradient, dense(2, 48, MASKS["causal"]))
+    all_keys_and_values = 2 * 2 * 48 * (4 + 3) * 8
+    for rank, answer in enumerate(run_on_gloo(2, on_gloo, 2)):
         for i, (kept, ours) in enumerate(answer):
-            right = on_one(tensors, gradient, dense(2, 48, MASKS[masks[0]]))
-            assert_equal(ours, [own(x.detach(), axis, True) for x in right])
-            all_keys_and_values = 2 * 2 * 48 * (4 + 3) * 8
-            assert kept < all_keys_and_values or i >= 4, "gathered keys are not kept"
+            assert_equal(ours, [own(x.detach(), Ranks("tp", 2, rank, "tp"), True) for x in right])
+            assert kept < all_keys_and_values or WAYS[i // 2] == "heads", "gathered keys are not kept"

@@ -10,6 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ndcompile.runtime import private
+
 TRIED = ("2.11", "2.13", "2.14")
 """The releases on which the suite, or a part of it, has run."""
 
@@ -31,6 +33,30 @@ def test_this_release_of_torch_was_tried() -> None:
 def test_functional_collectives_take_what_private_gives_them(name: str) -> None:
     schema = getattr(torch.ops._c10d_functional, name).default._schema
     assert [argument.name for argument in schema.arguments] == OPS[name]
+
+
+ATTENTION = {
+    "cudnn": "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale",
+    "flash": "query key value dropout_p is_causal return_debug_mask scale",
+    "efficient": "query key value attn_bias compute_log_sumexp dropout_p is_causal scale",
+    "cpu": "query key value dropout_p is_causal attn_mask scale",
+}
+BACKWARD = {
+    "cudnn": "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q "
+    "max_k dropout_p is_causal scale",
+    "flash": "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal philox_seed "
+    "philox_offset scale",
+    "efficient": "grad_out_ query key value attn_bias out logsumexp philox_seed philox_offset dropout_p "
+    "grad_input_mask is_causal scale",
+    "cpu": "grad_out query key value out logsumexp dropout_p is_causal attn_mask scale",
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_kernels_take_what_kernels_give_them(name: str) -> None:
+    for op, names in zip(private.ATTENTION[name], (ATTENTION[name], BACKWARD[name]), strict=True):
+        assert " ".join(argument.name for argument in op._schema.arguments) == names
+    assert private.ATTENTION[name][0]._schema.returns[0].name == "output"
 
 
 def test_dtensors_have_a_local_tensor_and_a_spec() -> None:
