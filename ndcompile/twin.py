@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -122,9 +123,19 @@ class WhereInputsAre(TorchFunctionMode):
             return function(*args, **kwargs | {"device": None}).to("meta" if device is None else device)
         if function is Tensor.__getitem__:
             return function(args[0], _listed_places(args[1]))
+        if function is F.cross_entropy:
+            return _cross_entropy(*args, **kwargs)
         if device is None and function in FACTORIES:
             return function(*args, **kwargs | {"device": "meta"})
         return function(*args, **kwargs)
+
+
+def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Losses that are not reduced, over classes at dim 1 of three: with two dims torch gives them no shape on meta."""
+    reduction = kwargs.get("reduction", args[4] if len(args) > 4 else "mean")
+    if reduction != "none" or input.dim() != 2 or target.dim() != 1:
+        return F.cross_entropy(input, target, *args, **kwargs)
+    return F.cross_entropy(input.unsqueeze(2), target.unsqueeze(1), *args, **kwargs).squeeze(1)
 
 
 def _listed_places(index: Any) -> Any:

@@ -83,6 +83,8 @@ def _rows(build: Builder, logits: fx.Node, target: fx.Node) -> tuple[fx.Node, fx
     sizes, dtype = logits.meta["sizes"], logits.meta["dtype"]
     if len(sizes) == 2:
         return logits, target
+    if logits.target is target.target is aten.unsqueeze.default and sizes[2:] == (1,):
+        return logits.args[0], target.args[0]  # type: ignore[return-value]  # capture made three dims of two
     if len(sizes) == 1:
         return (
             build(aten.unsqueeze.default, logits, 0, sizes=(1, *sizes), dtype=dtype),

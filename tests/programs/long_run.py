@@ -109,7 +109,8 @@ def table(found: list[dict[str, Any]]) -> str:
     kinds = Counter(row["kind"] for row in found)
     judged = sum(n for kind, n in kinds.items() if kind != "invalid")
     seconds = sum(row["seconds"] for row in found)
-    lines = [f"{judged:,} programs, {seconds:,.0f} CPU seconds, torch {torch.__version__}", ""]
+    versions = ", ".join(sorted({row.get("torch", "") for row in found}))
+    lines = [f"{judged:,} programs, {seconds:,.0f} CPU seconds, torch {versions}", ""]
     lines += [f"{n:7,}  {kind:<10} {n / max(judged, 1):6.1%}" for kind, n in kinds.most_common()]
     for kind in ("refused", "tested", "crash", "checker", "wrong", "rounding", "reference", "hang", "died"):
         same = Counter(reason(Verdict(kind, row["detail"])) for row in found if row["kind"] == kind)

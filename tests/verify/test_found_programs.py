@@ -68,6 +68,11 @@ FOUND = {
     "losses that are not reduced": Found(
         "F.cross_entropy(self.m(x).transpose(1, 2), labels, reduction='none')", inputs=IDS_OF
     ),
+    "losses of tokens, weighted by hand": Found(
+        "y = F.cross_entropy(self.m(x).flatten(0, 1), labels.flatten(), reduction='none').view(x.shape[:2])\n"
+        "(y * (labels > 2)).sum() / (labels > 2).sum()",
+        inputs=IDS_OF, mesh="dp_shard=2, tp=2",
+    ),
     "repeated keys of one head": Found(
         f"{SPLIT}\nk = self.k(x).unflatten(-1, (1, 2)).transpose(1, 2).repeat_interleave(4, dim=1)\nq @ k.mT",
         (*LINEAR, "self.k = nn.Linear(8, 2)"), "tp=2",
@@ -77,17 +82,21 @@ FOUND = {
         (*LINEAR, "self.k = nn.Linear(8, 4)"), "tp.0=2, tp.1=2",
     ),
     "blocks that lead to unused dropout alone": Found(
-        "y = self.m(x)\nz = y\nfor block in self.blocks:\n    z = block(z, y)\nF.dropout(z, 0.2, True)\nself.e(y).tanh()",
+        "y = self.m(x)\nz = y\nfor block in self.blocks:\n    z = block(z, y)\n"
+        "F.dropout(z, 0.2, True)\nself.e(y).tanh()",
         (*blocks("Second"), "self.e = nn.Linear(8, 8)"), parts=(SECOND,),
     ),
     "blocks that do not read the one before": Found(
-        "y = self.m(x)\nz = y\nfor block in self.blocks:\n    z = block(z, y)\nz", blocks("Second"), "tp=2", parts=(SECOND,)
+        "y = self.m(x)\nz = y\nfor block in self.blocks:\n    z = block(z, y)\nz",
+        blocks("Second"), "tp=2", parts=(SECOND,),
     ),
     "a second result, of the last block alone": Found(
-        "x = self.m(x)\nfor block in self.blocks:\n    x, y = block(x)\n    z = y.tanh()\nz", blocks("Aux"), parts=(AUX,)
+        "x = self.m(x)\nfor block in self.blocks:\n    x, y = block(x)\n    z = y.tanh()\nz",
+        blocks("Aux"), parts=(AUX,),
     ),
     "equal blocks of which other results are used": Found(
-        "x = self.m(x)\nk = x\nfor block in self.blocks:\n    x, k = block(x, k)\nk", blocks("Carried"), parts=(CARRIED,)
+        "x = self.m(x)\nk = x\nfor block in self.blocks:\n    x, k = block(x, k)\nk",
+        blocks("Carried"), parts=(CARRIED,),
     ),
     "a no-grad region in a block": Found(
         "self.blocks[0](self.m(x))", blocks("WithoutGradient", 1), "tp=2", parts=(WITHOUT_GRADIENT,)
