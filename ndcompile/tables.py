@@ -40,9 +40,10 @@ def collectives_table(program: Program) -> Table:
 
 def collectives_rows(program: Program) -> list[list[tuple[str, ...]]]:
     """The rows of that table, blocks apart: the first of each names its blocks."""
-    found = []
+    found: list[list[tuple[str, ...]]] = []
     for blocks, counts in grouped(program.collectives()):
-        rows, title = [], block_title(blocks)
+        title = block_title(blocks)
+        rows: list[tuple[str, ...]] = []
         for (axis, kind), sides in sorted(counts.items()):
             rows.append((title, axis, kind, _amount(sides.get("forward")), _amount(sides.get("backward"))))
             title = ""

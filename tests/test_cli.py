@@ -98,12 +98,12 @@ def test_verify_writes_a_page(ndcompile: Callable[..., Result]):
 
 
 def test_the_bar_goes_from_nothing_to_the_end(monkeypatch: pytest.MonkeyPatch):
-    shown = Console(force_terminal=True, file=io.StringIO(), width=100)
-    monkeypatch.setattr(cli, "errors", shown)
+    written = io.StringIO()
+    monkeypatch.setattr(cli, "errors", Console(force_terminal=True, file=written, width=100))
     with cli.progress_bar() as tell:
         tell("types", 0, 4)
         tell("done", 4, 4)
-    text = shown.file.getvalue()
+    text = written.getvalue()
     assert "types" in text and "0%" in text and "100%" in text
 
 

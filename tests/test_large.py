@@ -16,6 +16,7 @@ from rich.console import Console
 import ndcompile as nd
 from ndcompile.program import Program
 from ndcompile.tables import parameters_table
+from ndcompile.verify.graph_mutants import check_types
 
 VOCABULARY, FLOAT32 = 128_256, 4
 
@@ -83,3 +84,14 @@ def test_depth_costs_nothing() -> None:
         seconds[layers] = time.process_time() - begin
         assert len(str(program).splitlines()) < 300
     assert seconds[80] < 1.5 * seconds[8] + 0.5
+
+
+def test_the_types_of_32_blocks_are_checked_in_a_fifth_of_a_second() -> None:
+    """All checks of a compile, in CPU seconds of this process; the best of three, since other work may share the core."""
+    program = nd.compile(llama(32, 4096, 14_336, 32), "dp_shard=32, tp=8")
+    seconds = []
+    for _ in range(3):
+        begin = time.process_time()
+        check_types(program.folded, program.mesh)
+        seconds.append(time.process_time() - begin)
+    assert min(seconds) < 0.2
