@@ -87,7 +87,7 @@ def test_depth_costs_nothing() -> None:
 
 
 def test_the_types_of_32_blocks_are_checked_in_a_fifth_of_a_second() -> None:
-    """All checks of a compile, in CPU seconds of this process; the best of three, since other work may share the core."""
+    """All checks of a compile, in CPU seconds of this process; the best of three, as other work may share the core."""
     program = nd.compile(llama(32, 4096, 14_336, 32), "dp_shard=32, tp=8")
     seconds = []
     for _ in range(3):

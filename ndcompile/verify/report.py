@@ -69,6 +69,14 @@ class Report:
         texts = {name: getattr(self, name) for name in ("title", "sizes", "differences", "begins", "not_checked")}
         return dict(claims=claims, equal=self.equal, seconds=self.seconds, **texts)
 
+    def to_markdown(self) -> str:
+        """The claims as a table for a model card."""
+        words = {True: "yes", False: "**no**", None: "not said"}
+        told = ["; ".join(c.evidence).replace("|", "\\|") for c in self.claims]
+        rows = [f"| {c.kind} | {words[c.held]} | {text} |" for c, text in zip(self.claims, told, strict=True)]
+        verdict = "equal to one device" if self.equal else "**not equal to one device**"
+        return "\n".join([f"{self.title}: {verdict}", "", "| claim | holds | evidence |", "|---|---|---|", *rows])
+
     def to_html(self) -> str:
         """The same as one page, which loads nothing from elsewhere; with the emitted source, a table of who reduces
         which gradient and one of the collectives.

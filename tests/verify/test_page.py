@@ -72,6 +72,17 @@ def test_everything_is_escaped() -> None:
     assert "<script>" not in page and page.count("&lt;script&gt;alert(&#39;&amp;&#39;)") == 8
 
 
+def test_markdown_is_a_table_of_the_claims() -> None:
+    report = Report("M on tp=2", [Claim("tested", True, ["a | b", "c"], 0.1), Claim("proved", None, ["d"], 0.0)], [])
+    assert report.to_markdown() == (
+        "M on tp=2: equal to one device\n\n"
+        "| claim | holds | evidence |\n"
+        "|---|---|---|\n"
+        "| tested | yes | a \\| b; c |\n"
+        "| proved | not said | d |"
+    )
+
+
 def test_progress_is_told_before_each_step_and_at_the_end() -> None:
     told: list[tuple[str, int, int]] = []
     small = nd.compile(nn.Linear(4, 6), "tp=2", torch.zeros(3, 4))
