@@ -73,7 +73,7 @@ def capture(
     except NotFollowed:
         exported, names = _traced(model, twin, constants, autocast, pinned or {}, given, once=False)
     graph = exported.graph_module
-    _refuse_sizes_from_values(graph)
+    _refuse_values(graph)
     if float64:
         widen_casts(graph)
     _propagate_dtypes(graph, traced)
@@ -311,10 +311,22 @@ def _label_nodes(graph: fx.GraphModule, roles: Mapping[sympy.Symbol, sympy.Expr]
         node.meta["source"] = _source(node)
 
 
-def _refuse_sizes_from_values(graph: fx.GraphModule) -> None:
-    """Shapes that values decide (`x[x > 0]`)."""
+READS = ("aten.item.default", "aten._local_scalar_dense.default")
+"""Ops that give a number of Python's."""
+
+
+def _refuse_values(graph: fx.GraphModule) -> None:
+    """Numbers that are read out of tensors, and shapes that values decide (`x[x > 0]`)."""
     for node in graph.graph.nodes:
         value = node.meta.get("val")
+        if str(node.target) in READS:
+            raise CompileError(
+                "forward reads a number out of a tensor",
+                node=f"%{node.name}   {_module_path(node)}".rstrip(),
+                source=_source(node),
+                why="it would be that of the part that a rank holds, and is not known before",
+                tries="the tensor itself, without .item()",
+            )
         counted = node.target is torch.ops.aten.bincount.default  # torch 2.11 gives its result a size
         if isinstance(value, Tensor) and (counted or free_unbacked_symbols(value)):
             raise CompileError(

@@ -118,6 +118,12 @@ class Picks(Linear):
         return y[y > 0]
 
 
+class Reads(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y * y.sum().item()
+
+
 class Sorts(Linear):
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x).logcumsumexp(1)
@@ -160,6 +166,16 @@ def test_a_shape_that_depends_on_values() -> None:
         f"  source  {line_of('return y[y > 0]')}",
         "  why     the parts that ranks hold must have sizes that are known before",
         "  try     torch.where, or a mask that is multiplied in",
+    )
+
+
+def test_a_number_that_is_read_out_of_a_tensor() -> None:
+    assert refusal(Reads(), "tp=2") == lines(
+        "forward reads a number out of a tensor",
+        "  node    %item",
+        f"  source  {line_of('return y * y.sum().item()')}",
+        "  why     it would be that of the part that a rank holds, and is not known before",
+        "  try     the tensor itself, without .item()",
     )
 
 
