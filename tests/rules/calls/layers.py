@@ -43,7 +43,7 @@ def along_a_dim(draw: Draw, op: str, *after: bool) -> Case:
 
 
 def embedding(draw: Draw, op: str) -> Case:
-    rows, width = number(draw, 1), number(draw)
+    rows, width = number(draw, 1), number(draw, 1)
     padding = [among(draw, rows)] if draw(BOOL) else []
     made = case(op, f(rows, width), ints(*sizes(draw, 0, 2), high=rows), *padding)
     return maybe_out_of_range(draw, made, 1, 0, rows)
