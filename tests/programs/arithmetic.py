@@ -15,14 +15,14 @@ UNARY = (
 )  # fmt: skip
 
 BINARY = (
-    "{} + {}", "{} - {}", "{} * {}", "{} / (1 + {}.square())", "torch.maximum({}, {})", "torch.where({0} > {1}, {0}, {1})",
-    "torch.minimum({}, {})", "{} * torch.sigmoid({})", "torch.where({1} > 0, {0}, 0.0)", "{} + 0.5 * {}",
+    "{} + {}", "{} - {}", "{} * {}", "{} / (1 + {}.square())", "torch.maximum({}, {})",
+    "torch.where({0} > {1}, {0}, {1})", "torch.minimum({}, {})", "{} * torch.sigmoid({})", "torch.where({1} > 0, {0}, 0.0)", "{} + 0.5 * {}",
     "{0}.masked_fill({1} > 0.5, 0.0)", "torch.lerp({}, {}, 0.3)", "torch.add({}, {}, alpha=2)", "{}.mul({})",
 )  # fmt: skip
 
 EQUATIONS = (
-    ("...i,ij->...j", 1), ("bi,ij->bj", 2), ("bsi,ij->bsj", 3), ("bsi,hij->bshj", 3), ("bsi,hij->bhsj", 3), ("bi,jki->bjk", 2),
-    ("bshi,hij->bshj", 4), ("bshi,hij->bsj", 4), ("bsi,i->bs", 3), ("bi,i->b", 2),
+    ("...i,ij->...j", 1), ("bi,ij->bj", 2), ("bsi,ij->bsj", 3), ("bsi,hij->bshj", 3), ("bsi,hij->bhsj", 3),
+    ("bi,jki->bjk", 2), ("bshi,hij->bshj", 4), ("bshi,hij->bsj", 4), ("bsi,i->bs", 3), ("bi,i->b", 2),
 )  # fmt: skip
 
 
