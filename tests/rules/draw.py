@@ -17,7 +17,7 @@ Draw = st.DrawFn
 Calls = dict[str, st.SearchStrategy[Case]]
 
 NUMBERS = (2, 3, 4, 6, 5, 1, 7, 8, 9, 12)
-SYMBOLIC = (Size(12, ("b",)), Size(6, ("s",)), Size(8, ("b", "s")))
+SYMBOLIC = (Size(12, ("b",)), Size(12, ("s",)), Size(8, ("b", "s")))
 
 
 def calls(names: str, drawn: Callable[..., Case], *args: Any) -> Calls:
