@@ -75,9 +75,9 @@ def on_two_ranks() -> dict[str, list[tuple[str, bool | None, str]]]:
     job = Job.of(model, batch, "float32", 2, torch.device("cpu"))
     program = job.compiled("tp=2")
     here, right = OnRanks(job, program), References.of(job, program)
-    found["right"] = [here.payloads(), *claims_of(here, right, "eager", 1)]
+    found["right"] = [here.payloads(), here.in_the_field(), *claims_of(here, right, "eager", 1)]
     with patched(collectives.PRIMITIVES, "all_gather", turned):
-        found["another order"] = [here.payloads(), here.trained(right, "eager")]
+        found["another order"] = [here.payloads(), here.in_the_field(), here.trained(right, "eager")]
     with patched(collectives.PRIMITIVES, "all_reduce", unwaited):
         found["no wait"] = [here.delays(right, 1, "eager")]
     with (
@@ -101,17 +101,17 @@ def test_a_right_program_passes_and_each_layer_sees_its_bug() -> None:
     found, other = ranks.run(2, on_two_ranks, timeout=120)
     held = {bug: [h for _, h, _ in claims] for bug, claims in found.items()}
     assert held == {
-        "right": [True, True, True], "another order": [False, False], "no wait": [False], "cast down": [False],
+        "right": [True] * 4, "another order": [False] * 3, "no wait": [False], "cast down": [False],
         "not reduced": [False], "weights in another order": [False], "weights": [True],
     }, found  # fmt: skip
     assert {bug: [h for _, h, _ in claims] for bug, claims in other.items()} == held, "all ranks say the same"
     kinds = [kind for kind, _, _ in found["right"]]
     assert kinds == [
-        "tested (real ranks, integers)", "tested (real ranks, float32, eager)",
+        "tested (real ranks, integers)", "equal over F_p (real ranks)", "tested (real ranks, float32, eager)",
         "tested (real ranks, float32, eager, delays)",
     ]  # fmt: skip
     assert "mlp_norm.bias" in found["not reduced"][0][2]
-    assert found["right"][2][2].endswith("the same bits as without")
+    assert found["right"][3][2].endswith("the same bits as without")
 
 
 def in_bfloat16_compiled() -> str:
@@ -125,7 +125,7 @@ def test_bfloat16_eager_and_compiled_with_dropout() -> None:
     first, *rows = text.splitlines()
     assert first == "ByteGPT on dp_shard=2: equal to one device"
     assert sum("tested (real ranks, bf16, compiled" in row for row in rows) == 2, text
-    assert "F_p" not in text and "proved" not in text, "those are other claims"
+    assert "proved" not in text, "that is another claim"
 
 
 def test_every_kind_of_conversion_is_drawn_from_programs() -> None:
@@ -191,7 +191,7 @@ def test_the_command_ends_with_0_and_writes_a_line(folder: Path) -> None:
     assert statuses == [0, 0], errors
     assert out.splitlines()[0] == "Sequential on tp=2: equal to one device"
     (line,) = (folder / "r.jsonl").read_text().splitlines()
-    assert json.loads(line)["equal"] is True and len(json.loads(line)["claims"]) == 3
+    assert json.loads(line)["equal"] is True and len(json.loads(line)["claims"]) == 4
 
 
 def test_a_rank_that_fails_ends_all_and_is_told_once(folder: Path) -> None:
