@@ -16,8 +16,14 @@ UNARY = (
 
 BINARY = (
     "{} + {}", "{} - {}", "{} * {}", "{} / (1 + {}.square())", "torch.maximum({}, {})",
-    "torch.where({0} > {1}, {0}, {1})", "torch.minimum({}, {})", "{} * torch.sigmoid({})", "torch.where({1} > 0, {0}, 0.0)", "{} + 0.5 * {}",
+    "torch.where({0} > {1}, {0}, {1})", "torch.minimum({}, {})", "{} * torch.sigmoid({})",
+    "torch.where({1} > 0, {0}, 0.0)", "{} + 0.5 * {}",
     "{0}.masked_fill({1} > 0.5, 0.0)", "torch.lerp({}, {}, 0.3)", "torch.add({}, {}, alpha=2)", "{}.mul({})",
+)  # fmt: skip
+
+SIZED = (
+    "{0} * {0}.shape[{1}] ** -0.5", "{0} / {0}.size({1})", "{0} * math.sqrt({0}.shape[{1}])",
+    "{0} + 1 / {0}.shape[{1}]", "{0}.sum({1}, keepdim=True) / {0}.shape[{1}]",
 )  # fmt: skip
 
 EQUATIONS = (
@@ -199,8 +205,7 @@ def by_size(g: Builder) -> None:
     """A size as a number."""
     x = g.value(lambda v: v.rank > 0)
     dim = g.dim(x)
-    text = g.pick(("{0} * {0}.shape[{1}] ** -0.5", "{0} / {0}.size({1})", "{0} * math.sqrt({0}.shape[{1}])", "{0} + 1 / {0}.shape[{1}]",
-                   "{0}.sum({1}, keepdim=True) / {0}.shape[{1}]"))  # fmt: skip
+    text = g.pick(SIZED)
     g.let(text.format(x, dim))
 
 
