@@ -55,7 +55,7 @@ def indexed(draw: Draw, op: str) -> Case:
     given: list[Any] = [None] * len(shape)
     for d in draw(st.sets(st.integers(0, len(shape) - 1), min_size=1, max_size=2)):
         shape[d] = max(value(shape[d]), 1)
-        given[d] = indices(draw, smaller(draw, dims), shape[d], negative=True)
+        given[d] = indices(draw, smaller(draw, dims), value(shape[d]), negative=True)
     while given[-1] is None and draw(BOOL):
         given.pop()
     high = max(value(shape[d]) for d, index in enumerate(given) if index is not None)
