@@ -109,6 +109,8 @@ def table(found: list[dict[str, Any]]) -> str:
     versions = ", ".join(sorted({row.get("torch", "") for row in found}))
     lines = [f"{judged:,} programs, {seconds:,.0f} CPU seconds, torch {versions}", ""]
     lines += [f"{n:7,}  {kind:<10} {n / max(judged, 1):6.1%}" for kind, n in kinds.most_common()]
+    free = [row["kind"] for row in found if not row.get("pins") and row["kind"] != "invalid"]
+    lines += ["", f"without pins: {len(free):,}, of which refused {free.count('refused') / max(len(free), 1):.1%}"]
     for kind in ("refused", "tested", "crash", "checker", "wrong", "rounding", "reference", "hang", "died"):
         same = Counter(reason(Verdict(kind, row["detail"])) for row in found if row["kind"] == kind)
         lines += ["", kind] * bool(same) + [f"{n:7,}  {text}" for text, n in same.most_common(40)]
