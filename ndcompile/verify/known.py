@@ -1,4 +1,4 @@
-"""True numbers beside the field's: what is made of sizes and constants alone can be looked at where the field cannot."""
+"""True numbers beside the field's: what is made of sizes and constants alone can be looked at where it cannot."""
 
 from __future__ import annotations
 
