@@ -2,8 +2,8 @@
 
 pytest examples/verify_in_ci.py
 
-Needs no GPU and no process group; a mesh may have more ranks than the machine has cores. Each report is kept as a page in
-the folder `reports`. `examples/ci/verify.yml` is a GitHub workflow with it.
+Needs no GPU and no process group; a mesh may have more ranks than the machine has cores. Each report is kept as a page
+in the folder `reports`. `examples/ci/verify.yml` is a GitHub workflow with it.
 """
 
 from __future__ import annotations

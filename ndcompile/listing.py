@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from ndcompile.cost import NOMINAL
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import COLLECTIVES
 from ndcompile.rules.registry import op_name
@@ -86,3 +88,67 @@ def _collective(
 
 def _joined(one: Collective, two: Collective) -> Collective:
     return replace(one, bytes=one.bytes + two.bytes, module=one.block or "")
+
+
+# ---- by block, in texts --------------------------------------------------------------------------------------------
+
+OUTSIDE = "outside blocks"
+
+Row = tuple[str, str]
+"""The axes and the kind of a collective."""
+
+Counts = dict[Row, dict[str, tuple[int, int]]]
+"""For each kind of collective and each side: how many, and their bytes."""
+
+
+def collectives_rows(collectives: Iterable[Collective]) -> list[list[tuple[str, ...]]]:
+    """A row of texts for each axis and kind in a block: the block (in its first row), axis, kind, forward, backward."""
+    found: list[list[tuple[str, ...]]] = []
+    for blocks, counts in grouped(collectives):
+        title = block_title(blocks)
+        rows: list[tuple[str, ...]] = []
+        for (axis, kind), sides in sorted(counts.items()):
+            rows.append((title, axis, kind, _amount(sides.get("forward")), _amount(sides.get("backward"))))
+            title = ""
+        found.append(rows)
+    return found
+
+
+def grouped(collectives: Iterable[Collective]) -> list[tuple[list[str], Counts]]:
+    """The counts of each block, blocks with equal counts together, in program order."""
+    blocks: dict[str, Counts] = {}
+    for c in collectives:
+        sides = blocks.setdefault(c.block or OUTSIDE, {}).setdefault((" × ".join(c.axis), c.kind), {})
+        number, size = sides.get(c.side, (0, 0))
+        sides[c.side] = number + 1, size + c.bytes
+    groups: list[tuple[list[str], Counts]] = []
+    for block, counts in blocks.items():
+        same = next((names for names, other in groups if other == counts and OUTSIDE not in (block, *names)), None)
+        if same is None:
+            groups.append(([block], counts))
+        else:
+            same.append(block)
+    return groups
+
+
+def block_title(blocks: list[str]) -> str:
+    """The first and last of equal blocks and their number."""
+    return blocks[0] if len(blocks) == 1 else f"{blocks[0]} … {blocks[-1]} (each of {len(blocks)})"
+
+
+def amount(size: float) -> str:
+    """Bytes for people: 1536 is "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def nominal_sizes() -> str:
+    """At which sizes bytes are told."""
+    return ", ".join(f"{name} = {size}" for name, size in NOMINAL.items())
+
+
+def _amount(found: tuple[int, int] | None) -> str:
+    return "–" if found is None else f"{found[0]} × {amount(found[1] / found[0])}"

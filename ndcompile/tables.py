@@ -10,18 +10,9 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
-from ndcompile.cost import NOMINAL
 from ndcompile.duties import Duties
-from ndcompile.listing import Collective
+from ndcompile.listing import Collective, amount, collectives_rows, nominal_sizes
 from ndcompile.program import Program
-
-OUTSIDE = "outside blocks"
-
-Row = tuple[str, str]
-"""The axes and the kind of a collective."""
-
-Counts = dict[Row, dict[str, tuple[int, int]]]
-"""For each kind of collective and each side: how many, and their bytes."""
 
 
 def collectives_table(program: Program) -> Table:
@@ -31,24 +22,11 @@ def collectives_table(program: Program) -> Table:
         table.add_column(name)
     table.add_column("forward", justify="right")
     table.add_column("backward", justify="right")
-    for rows in collectives_rows(program):
+    for rows in collectives_rows(program.collectives()):
         for row in rows:
             table.add_row(*row)
         table.add_section()
     return table
-
-
-def collectives_rows(program: Program) -> list[list[tuple[str, ...]]]:
-    """The rows of that table, blocks apart: the first of each names its blocks."""
-    found: list[list[tuple[str, ...]]] = []
-    for blocks, counts in grouped(program.collectives()):
-        title = block_title(blocks)
-        rows: list[tuple[str, ...]] = []
-        for (axis, kind), sides in sorted(counts.items()):
-            rows.append((title, axis, kind, _amount(sides.get("forward")), _amount(sides.get("backward"))))
-            title = ""
-        found.append(rows)
-    return found
 
 
 def axis_table(collectives: Iterable[Collective]) -> Table:
@@ -60,28 +38,6 @@ def axis_table(collectives: Iterable[Collective]) -> Table:
     for axis, kind in sorted({key[:2] for key in counts}):
         table.add_row(axis, kind, *(str(counts[axis, kind, side] or "–") for side in ("forward", "backward")))
     return table
-
-
-def grouped(collectives: Iterable[Collective]) -> list[tuple[list[str], Counts]]:
-    """The counts of each block, blocks with equal counts together, in program order."""
-    blocks: dict[str, Counts] = {}
-    for c in collectives:
-        sides = blocks.setdefault(c.block or OUTSIDE, {}).setdefault((" × ".join(c.axis), c.kind), {})
-        number, size = sides.get(c.side, (0, 0))
-        sides[c.side] = number + 1, size + c.bytes
-    groups: list[tuple[list[str], Counts]] = []
-    for block, counts in blocks.items():
-        same = next((names for names, other in groups if other == counts and OUTSIDE not in (block, *names)), None)
-        if same is None:
-            groups.append(([block], counts))
-        else:
-            same.append(block)
-    return groups
-
-
-def block_title(blocks: list[str]) -> str:
-    """The first and last of equal blocks and their number."""
-    return blocks[0] if len(blocks) == 1 else f"{blocks[0]} … {blocks[-1]} (each of {len(blocks)})"
 
 
 def parameters_table(program: Program) -> Table:
@@ -125,21 +81,3 @@ def class_source(source: str, name: str) -> str:
     assert named, "an emitted program has at least the class of its root"
     lines = source.splitlines()
     return "\n".join(lines[named[0].lineno - 1 : named[0].end_lineno])
-
-
-def amount(size: float) -> str:
-    """Bytes for people: 1536 is "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def nominal_sizes() -> str:
-    """At which sizes bytes are told."""
-    return ", ".join(f"{name} = {size}" for name, size in NOMINAL.items())
-
-
-def _amount(found: tuple[int, int] | None) -> str:
-    return "–" if found is None else f"{found[0]} × {amount(found[1] / found[0])}"

@@ -2,8 +2,8 @@
 
 import torch
 
-from ndcompile.listing import Collective
-from ndcompile.tables import amount, block_title, class_source, grouped
+from ndcompile.listing import Collective, amount, block_title, grouped
+from ndcompile.tables import class_source
 
 
 def gather(block: str | None, side: str, size: int) -> Collective:

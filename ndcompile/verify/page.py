@@ -11,7 +11,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 import ndcompile
-from ndcompile.tables import collectives_rows, nominal_sizes
+from ndcompile.listing import collectives_rows, nominal_sizes
 from ndcompile.verify.report import Report
 
 STATES = {True: ("yes", "good"), False: ("no", "bad"), None: ("not said", "open")}
@@ -22,7 +22,9 @@ MOST = 12
 def page(report: Report) -> str:
     """The page's text. Every value in it is escaped."""
     program, line = report.program, re.search(r"^\s*line (\d+)", report.begins, re.MULTILINE)
-    known = {} if program is None else dict(duties=program.duties(), collectives=collectives_rows(program))
+    known = (
+        {} if program is None else dict(duties=program.duties(), collectives=collectives_rows(program.collectives()))
+    )
     return template().render(
         report=report, program=program, source=report.source, wrong=int(line[1]) if line else 0, STATES=STATES,
         MOST=MOST, NUMBER=Markup(' class="number"'), WRONG=Markup(' class="wrong"'), nominal=nominal_sizes(),

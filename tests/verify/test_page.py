@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ndcompile as nd
-from ndcompile.tables import collectives_rows
+from ndcompile.listing import collectives_rows
 from ndcompile.verify.report import Claim, Report
 from tests.models import Stack, tokens
 
@@ -51,7 +51,7 @@ def test_the_page_of_a_right_program() -> None:
         assert text in page.texts
     at = page.texts.index("layers.*.norm.weight")
     assert page.texts[at : at + 7] == ["layers.*.norm.weight", "dp_shard", "P", "reduce_scatter", "float32", "48", "4"]
-    cells = [text for rows in collectives_rows(program()) for row in rows for text in row]
+    cells = [text for rows in collectives_rows(program().collectives()) for row in rows for text in row]
     lines = [line.strip() for line in str(program()).splitlines()]
     assert not {*cells, *lines} - {*page.texts}
 
