@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ndcompile.rules.registry import register_rule
     from ndcompile.runtime.module import ParallelModule
     from ndcompile.verify import verify
+    from ndcompile.verify.real_ranks import verify_on_ranks
 
 __version__ = "0.1.0"
 
@@ -37,6 +38,7 @@ _HOME = {
     "Program": "program",
     "register_rule": "rules.registry",
     "verify": "verify",
+    "verify_on_ranks": "verify.real_ranks",
 }
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "parallelize",
     "register_rule",
     "verify",
+    "verify_on_ranks",
 ]
 
 

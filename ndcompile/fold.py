@@ -301,7 +301,7 @@ class _Finder:
     @cached_property
     def live(self) -> set[fx.Node]:
         """Every value on which a result of the graph depends, or a change of something."""
-        nodes = next(iter(self.owner)).graph.nodes if self.owner else []
+        nodes: Any = next(iter(self.owner)).graph.nodes if self.owner else []
         front = [v for node in nodes if _kept(node) for v in node.all_input_nodes]
         found: set[fx.Node] = set()
         while front:

@@ -41,17 +41,14 @@ def drop_noops(graph: fx.GraphModule) -> fx.GraphModule:
             node.target = aten.expand.default
         elif node.target in CASTS:
             node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], node.meta["dtype"]), {}
-    _drop_unused_dropout(graph)
-    graph.graph.eliminate_dead_code()
+    graph.graph.eliminate_dead_code(_is_impure)
     graph.recompile()
     return graph
 
 
-def _drop_unused_dropout(graph: fx.GraphModule) -> None:
-    """What draws random numbers is kept by fx, with all that leads to it; here draws depend on their place alone."""
-    for node in reversed(graph.graph.nodes):
-        if not node.users and node.target in DROPOUT:
-            graph.graph.erase_node(node)
+def _is_impure(node: fx.Node) -> bool:
+    """fx keeps what draws random numbers, with all that leads to it; here draws depend on their place alone."""
+    return node.is_impure() and node.target not in DROPOUT
 
 
 DROPOUT = (aten.dropout.default, aten.feature_dropout.default)

@@ -211,24 +211,16 @@ def _meta(
 
 
 def _convert_operands(inserter: _Inserter, node: fx.Node) -> None:
-    wanted = dict(zip(_distinct(operands(node)), _by_value(node), strict=True))
-    for value, layouts in wanted.items():
-        assert len(layouts) == 1, f"{node} takes %{value.name} in two layouts"
-    new = {value: inserter.converted(value, layouts[0], node) for value, layouts in wanted.items()}
-    node.args = fx.node.map_arg(node.args, lambda n: new.get(n, n))
-    node.kwargs = fx.node.map_arg(node.kwargs, lambda n: new.get(n, n))
+    """Each operand as the node wants it there; `x @ x.T` as an einsum takes one value twice, in two layouts."""
+    pairs = list(zip(operands(node), node.meta["wanted"], strict=True))
+    new = {pair: inserter.converted(*pair, node) for pair in dict.fromkeys(pairs)}
+    taken = iter(new[pair] for pair in pairs)
 
+    def exchange(value: fx.Node) -> fx.Node:
+        return next(taken) if "shape" in value.meta else value
 
-def _distinct(values: list[fx.Node]) -> list[fx.Node]:
-    return list(dict.fromkeys(values))
-
-
-def _by_value(node: fx.Node) -> list[list[Layout]]:
-    found: dict[fx.Node, list[Layout]] = {}
-    for value, layout in zip(operands(node), node.meta["wanted"], strict=True):
-        if layout not in found.setdefault(value, []):
-            found[value].append(layout)
-    return list(found.values())
+    node.args = fx.node.map_arg(node.args, exchange)
+    node.kwargs = fx.node.map_arg(node.kwargs, exchange)
 
 
 def _convert_results(inserter: _Inserter, graph: fx.GraphModule) -> None:

@@ -23,7 +23,7 @@ def _operand(part: Any, text: str) -> str:
     return text if plain else f"({text})"
 
 
-class _Python(StrPrinter):  # type: ignore[misc]
+class _Python(StrPrinter):
     """Sympy's own text, and Python's for what the tracer makes of sizes; what has none is an error, not a name."""
 
     def _print_Function(self, expression: Any) -> str:

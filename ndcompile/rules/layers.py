@@ -167,12 +167,16 @@ def _together_again(dims: Dims) -> Dims:
 def named_attention(call: Call) -> Signature:
     """Attention under a mask by name: `prefix` and `padding` are rows of keys, `documents` of queries and keys."""
     given = {name: value for name in ROWS if (value := call.arguments.get(name)) is not None}
-    shapes = [ROWS[name] for name, value in given.items() if not isinstance(value, int)]
     lead = "b *" if given.keys() - {"mask", "key"} else "*"
+    rows = ROWS | (dict(mask=f"{lead} s@ t!") if "mask" in given and len(call.operands[DENSE]) == 4 else {})
+    shapes = [rows[name] for name, value in given.items() if not isinstance(value, int)]
     mark = "!" if "mask" in given else "@"
     tensors = [f"{lead} {dims}" for dims in ("s@ d!", f"t{mark} d!", f"t{mark} e!")]
     return attention(f"f({', '.join(tensors + shapes)}) -> {lead} s@ e!")(call)
 
+
+DENSE = 3
+"""Which operand a dense mask is."""
 
 ROWS = dict(mask="* s@ t!", key="", prefix="b u!", padding="b u!", documents="b u!")
 """What else attention may take, in the order in which it takes them: all that says of all keys is whole (`u`)."""

@@ -37,7 +37,7 @@ def one_by_one(jobs: Sequence[Callable[[], Outputs]]) -> list[Outputs]:
 
 
 class Arithmetic:
-    """What a trial computes in: here floating point, compared with a tolerance. Others may be exact."""
+    """What a trial computes in, and how it deals a dim: here floating point, with a tolerance, in equal parts."""
 
     exact = False
     unknown: type[Exception] | tuple[()] = ()
@@ -50,6 +50,12 @@ class Arithmetic:
     def draw(self, x: Tensor) -> Tensor:
         """Random numbers of the form of `x`: a share of a partial value, a cotangent."""
         return torch.randint(-4, 5, x.shape).to(x) if _counts(x) else torch.randn(x.shape, dtype=x.dtype)
+
+    def positions(self, size: int, placement: Placement, ranks: int) -> list[Tensor]:
+        """Which elements of a sharded dim of `size` each rank holds: torch.chunk's parts."""
+        step = -(-size // ranks)
+        bounds = [min(rank * step, size) for rank in range(ranks + 1)]
+        return [torch.arange(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 FLOATING = Arithmetic()
@@ -170,7 +176,7 @@ def _compare(trial: Trial, ways: Sequence[int], chosen: Rows, whole: _Whole) -> 
     made = [row.output for row in chosen]
     dealt = [deal(x, at, ways, trial.arithmetic) for x, at in zip(trial.operands, given, strict=True)]
     indices = list(itertools.product(*map(range, ways)))
-    shapes = dict.fromkeys(indices, torch.Size()) if trial.fails else _shapes(whole.outputs[0], made, ways)
+    shapes = dict.fromkeys(indices, torch.Size()) if trial.fails else _shapes(trial, whole.outputs[0], made, ways)
     inputs = {i: [d[i].clone().requires_grad_(f) for d, f in zip(dealt, trial.flows, strict=True)] for i in indices}
     places = {i: Place(i, tuple(ways), chosen, tuple(shapes[i])) for i in indices}
     results = _run(trial, [(inputs[i], places[i]) for i in indices])
@@ -187,9 +193,10 @@ def _compare(trial: Trial, ways: Sequence[int], chosen: Rows, whole: _Whole) -> 
         _compare_gradients(trial, backward, given, ways, whole.gradients)
 
 
-def _shapes(output: Tensor, made: Sequence[Placement], ways: Sequence[int]) -> dict[Index, torch.Size]:
+def _shapes(trial: Trial, output: Tensor, made: Sequence[Placement], ways: Sequence[int]) -> dict[Index, torch.Size]:
     """The shape of each rank's part of the output."""
-    parts = deal(torch.empty(output.shape, device="meta"), [p if p.kind == "S" else R for p in made], ways)
+    shards = [p if p.kind == "S" else R for p in made]
+    parts = deal(torch.empty(output.shape, device="meta"), shards, ways, trial.arithmetic)
     return {index: part.shape for index, part in parts.items()}
 
 
@@ -278,10 +285,8 @@ def split(x: Tensor, placement: Placement, ranks: int, arithmetic: Arithmetic = 
     """What the ranks of one axis hold of `x`; the shares of a partial value are random."""
     if placement.kind == "S":
         assert placement.dim is not None
-        size = x.shape[placement.dim]
-        step = -(-size // ranks)
-        bounds = [min(rank * step, size) for rank in range(ranks + 1)]
-        return [x.narrow(placement.dim, a, b - a) for a, b in itertools.pairwise(bounds)]
+        held = arithmetic.positions(x.shape[placement.dim], placement, ranks)
+        return [x.index_select(placement.dim, each.to(x.device)) for each in held]
     if placement.kind == "P":
         with arithmetic.within():
             shares = [arithmetic.draw(x) for _ in range(ranks - 1)]
@@ -300,7 +305,11 @@ def _joined(parts: Sequence[Tensor], placement: Placement, what: str, arithmetic
     try:
         if placement.kind == "S":
             assert placement.dim is not None
-            return torch.cat(list(parts), placement.dim)
+            whole = torch.cat(list(parts), placement.dim)
+            held = arithmetic.positions(whole.shape[placement.dim], placement, len(parts))
+            if [len(each) for each in held] != [part.shape[placement.dim] for part in parts]:
+                raise Differs(f"{what} has parts {[tuple(p.shape) for p in parts]} that are no {placement}")
+            return whole.index_select(placement.dim, torch.cat(held).argsort())
         if placement.kind == "P":
             with arithmetic.within():
                 return _reduced(torch.stack(list(parts)), placement.op or "sum")

@@ -217,6 +217,11 @@ class Field(Domain):
             return torch.where(finite, look_up(self._functions["order"], torch.where(finite, x, 0.0)), x)
         return look_up(self._functions["order"], x)
 
+    def elements_in_order(self) -> Tensor:
+        """The elements by their place in the random total order."""
+        self.order(torch.zeros((), dtype=torch.float64, device=self.device))
+        return self._functions["order"].argsort().double()
+
     # ---- ops -----------------------------------------------------------------------------------------------------
 
     def run(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

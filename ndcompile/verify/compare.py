@@ -58,11 +58,13 @@ class Comparison:
             self.differences.append(Difference(what, rank, distance))
 
 
-def compare(program: Program, right: Sequence[Step], found: Sequence[Sequence[Step]], domain: Domain) -> Comparison:
-    """All steps on all ranks."""
+def compare(
+    program: Program, right: Sequence[Step], found: Sequence[Sequence[Step]], domain: Domain, first: int = 0
+) -> Comparison:
+    """All steps on all ranks, or on those from `first` on that are given."""
     comparison = Comparison()
     for number, step in enumerate(right):
-        for rank, steps in enumerate(found):
+        for rank, steps in enumerate(found, first):
             for what, mine, theirs, least in _pairs(program, step, steps[number], rank):
                 distance, elements = _distance(mine, theirs, least, domain)
                 comparison.add(f"step {number}: {what}", rank, distance, elements, BAR[domain.exact])

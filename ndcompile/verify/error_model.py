@@ -73,7 +73,7 @@ class ErrorModel:
     def told(self, found: Iterable[Measured]) -> list[str]:
         """What is rejected, the worst first; of many the first five."""
         worst = sorted(self.rejected(found), key=self.ratio, reverse=True)
-        more = [f"and {len(worst) - 5} more of {len(found)} tensors"] if len(worst) > 5 else []
+        more = [f"and {len(worst) - 5} more"] if len(worst) > 5 else []
         told = [f"{m.what} is {m.error:.2e} away on rank {m.rank}, {self.limit(m):.2e} is allowed" for m in worst[:5]]
         return told + more
 

@@ -92,35 +92,40 @@ def on_ranks(
     program: Program, sample: Sample, domain: Domain, source: str | None = None, look: Look | None = None
 ) -> list[list[Step]]:
     """The emitted text (or another one) on every rank of the program's mesh."""
-    mesh, layouts = program.mesh, result_layouts(program)
-
-    def run(rank: int) -> list[Step]:
-        leaves = sample.leaves(lambda name, whole: part(whole, program.manifest.parameters[name].dims, mesh, rank))
-        own = sample.with_own_buffers()
-        root = emitted(program, source, rank, leaves, own)
-
-        def forward(inputs: Sequence[Tensor]) -> Sequence[Any]:
-            return forward_of(root, program, own, inputs, rank)
-
-        first_step = set(range(len(sample.batches)))
-
-        def backward(found: Sequence[Any], number: int) -> None:
-            if look is not None and number in first_step:
-                first_step.remove(number)
-                with private.undispatched():
-                    look(rank, number, found)
-            wholes = sample.drawn[number]
-            pairs = [
-                (y, part(g, layout.dims, mesh, rank))
-                for y, g, layout in zip(found, wholes, layouts, strict=True)
-                if g is not None and layout is not None
-            ]
-            _backward(pairs)
-
-        return _train(leaves, forward, backward, sample, lambda grads: _sharded_norm(grads, program, rank), domain)
-
     with sdpa_kernel(SDPBackend.MATH):
-        return run_ranks(mesh, domain, run)
+        return run_ranks(
+            program.mesh, domain, lambda rank: on_rank(program, sample, domain, rank, source=source, look=look)
+        )
+
+
+def on_rank(
+    program: Program, sample: Sample, domain: Domain, rank: int, source: str | None = None, look: Look | None = None
+) -> list[Step]:
+    """The emitted text as one rank runs it; a group is named by its axes. Whoever calls this does the ops."""
+    mesh, layouts = program.mesh, result_layouts(program)
+    leaves = sample.leaves(lambda name, whole: part(whole, program.manifest.parameters[name].dims, mesh, rank))
+    own = sample.with_own_buffers()
+    root = emitted(program, source, rank, leaves, own)
+
+    def forward(inputs: Sequence[Tensor]) -> Sequence[Any]:
+        return forward_of(root, program, own, inputs, rank)
+
+    first_step = set(range(len(sample.batches)))
+
+    def backward(found: Sequence[Any], number: int) -> None:
+        if look is not None and number in first_step:
+            first_step.remove(number)
+            with private.undispatched():
+                look(rank, number, found)
+        wholes = sample.drawn[number]
+        pairs = [
+            (y, part(g, layout.dims, mesh, rank))
+            for y, g, layout in zip(found, wholes, layouts, strict=True)
+            if g is not None and layout is not None
+        ]
+        _backward(pairs)
+
+    return _train(leaves, forward, backward, sample, lambda grads: _sharded_norm(grads, program, rank), domain)
 
 
 def emitted(program: Program, source: str | None, rank: int, leaves: Mapping[str, Tensor], sample: Sample) -> Root:

@@ -6,7 +6,7 @@ Compared by the error model, with the reference graph in float64 and in the prog
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,7 @@ class OwnDtypes(Float64):
 
     def reduce(self, op: str, values: Sequence[Tensor]) -> Tensor:
         """Rank after rank, each partial result rounded to the tensors' dtype."""
-        by = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+        by: Callable[[Tensor, Tensor], Tensor] = getattr(torch, {"sum": "add", "max": "maximum", "min": "minimum"}[op])
         total = values[0]
         for value in values[1:]:
             total = by(total, value)

@@ -15,14 +15,20 @@ UNARY = (
 )  # fmt: skip
 
 BINARY = (
-    "{} + {}", "{} - {}", "{} * {}", "{} / (1 + {}.square())", "torch.maximum({}, {})", "torch.where({0} > {1}, {0}, {1})",
-    "torch.minimum({}, {})", "{} * torch.sigmoid({})", "torch.where({1} > 0, {0}, 0.0)", "{} + 0.5 * {}",
+    "{} + {}", "{} - {}", "{} * {}", "{} / (1 + {}.square())", "torch.maximum({}, {})",
+    "torch.where({0} > {1}, {0}, {1})", "torch.minimum({}, {})", "{} * torch.sigmoid({})",
+    "torch.where({1} > 0, {0}, 0.0)", "{} + 0.5 * {}",
     "{0}.masked_fill({1} > 0.5, 0.0)", "torch.lerp({}, {}, 0.3)", "torch.add({}, {}, alpha=2)", "{}.mul({})",
 )  # fmt: skip
 
+SIZED = (
+    "{0} * {0}.shape[{1}] ** -0.5", "{0} / {0}.size({1})", "{0} * math.sqrt({0}.shape[{1}])",
+    "{0} + 1 / {0}.shape[{1}]", "{0}.sum({1}, keepdim=True) / {0}.shape[{1}]",
+)  # fmt: skip
+
 EQUATIONS = (
-    ("...i,ij->...j", 1), ("bi,ij->bj", 2), ("bsi,ij->bsj", 3), ("bsi,hij->bshj", 3), ("bsi,hij->bhsj", 3), ("bi,jki->bjk", 2),
-    ("bshi,hij->bshj", 4), ("bshi,hij->bsj", 4), ("bsi,i->bs", 3), ("bi,i->b", 2),
+    ("...i,ij->...j", 1), ("bi,ij->bj", 2), ("bsi,ij->bsj", 3), ("bsi,hij->bshj", 3), ("bsi,hij->bhsj", 3),
+    ("bi,jki->bjk", 2), ("bshi,hij->bshj", 4), ("bshi,hij->bsj", 4), ("bsi,i->bs", 3), ("bi,i->b", 2),
 )  # fmt: skip
 
 
@@ -199,8 +205,7 @@ def by_size(g: Builder) -> None:
     """A size as a number."""
     x = g.value(lambda v: v.rank > 0)
     dim = g.dim(x)
-    text = g.pick(("{0} * {0}.shape[{1}] ** -0.5", "{0} / {0}.size({1})", "{0} * math.sqrt({0}.shape[{1}])", "{0} + 1 / {0}.shape[{1}]",
-                   "{0}.sum({1}, keepdim=True) / {0}.shape[{1}]"))  # fmt: skip
+    text = g.pick(SIZED)
     g.let(text.format(x, dim))
 
 

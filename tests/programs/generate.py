@@ -20,18 +20,10 @@ FAMILIES = (arithmetic, changes, layers, views)
 AXES = ("dp_replicate", "dp_shard", "tp")
 WORLD = 8
 PLACEMENTS = (
-    "nd.S(0)",
-    "nd.S(0)",
-    "nd.S(1)",
-    "nd.S(1)",
-    "nd.R",
-    "nd.I",
-    "nd.S(-1)",
-    "nd.S(2)",
-    "Shard(0)",
-    "Replicate()",
+    "nd.S(0)", "nd.S(0)", "nd.S(1)", "nd.S(1)", "nd.R", "nd.I", "nd.S(-1)", "nd.S(2)", "Shard(0)", "Replicate()",
     "nd.P()",
-)
+)  # fmt: skip
+"""Of pins; some are illegal, and must be refused."""
 
 
 def generate(random: Random) -> Sketch:
@@ -68,7 +60,8 @@ def _inputs(random: Random) -> list[Input]:
     """One main input, and others of which those are kept that are used."""
     width = (4, 6, 8, 12, 16)[random.randint(0, 4)]
     main = (
-        Input("ids", ("b", "s"), VOCABULARY), Input("x", ("b", width)), Input("x", ("b", "s", width)), Input("x", ("b", 4, width)),
+        Input("ids", ("b", "s"), VOCABULARY), Input("x", ("b", width)), Input("x", ("b", "s", width)),
+        Input("x", ("b", 4, width)),
     )[(0, 0, 1, 2, 2, 3)[random.randint(0, 5)]]  # fmt: skip
     more = [Input("target", main.dims if not main.high else ("b",))]
     more.append(Input("labels", main.dims if main.high else main.dims[:-1], VOCABULARY))

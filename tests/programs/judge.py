@@ -167,4 +167,4 @@ def reason(verdict: Verdict) -> str:
 
 
 def as_row(seed: int, sketch: Sketch, verdict: Verdict) -> dict[str, Any]:
-    return dict(seed=seed, mesh=sketch.mesh, torch=str(torch.__version__)) | asdict(verdict)
+    return dict(seed=seed, mesh=sketch.mesh, pins=len(sketch.pins), torch=str(torch.__version__)) | asdict(verdict)

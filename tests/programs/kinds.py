@@ -1,4 +1,4 @@
-"""What a statement may be: every kind is a function that writes one to a builder, in a table with how often it comes."""
+"""What a statement may be: each kind is a function that writes one to a builder, in a table as often as it comes."""
 
 from __future__ import annotations
 

@@ -91,11 +91,11 @@ def attention(g: Builder) -> None:
         q, k, v = g.lets(f"{g.member(f'nn.Linear({x.last}, {3 * heads * width})')}({x}).chunk(3, dim=-1)", 3)
     else:
         k, v = (g.let(f"{g.member(f'nn.Linear({other.last}, {shared * width}{bias})')}({other})") for _ in range(2))
-    made = [
+    q, k, v = (
         g.let(f"{y}.unflatten(-1, ({n}, {width})).transpose(1, 2)" if g.chance(50) else _as_heads(y, n, width))
         for y, n in ((q, heads), (k, shared), (v, shared))
-    ]
-    y = _attended(g, *made, heads, shared, width)
+    )
+    y = _attended(g, q, k, v, heads, shared, width)
     flat = "flatten(2)" if g.chance(60) else f"reshape({y}.shape[0], {y}.shape[2], -1)"
     z = g.let(f"{y}.transpose(1, 2).{flat}")
     out = g.let(f"{g.member(f'nn.Linear({heads * width}, {x.last})')}({z})")

@@ -24,13 +24,15 @@ LIMIT = 120
 """Seconds after which a program counts as hanging."""
 
 
-def run(log: Path, seeds: range, seconds: float, jobs: int) -> None:
-    """`jobs` processes; one that dies or hangs is a row of the log, and another takes its place."""
+def run(log: Path, seeds: range, seconds: float, jobs: int, limit: float = LIMIT) -> None:
+    """`jobs` processes; one that dies, or is at a program for longer than `limit`, is a row of the log, and another
+    takes its place.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
     spawn, end = multiprocessing.get_context("spawn"), time.time() + seconds
     done = {row["seed"] for row in rows(log)}
     shares = [[seed for seed in seeds if seed % jobs == job and seed not in done] for job in range(jobs)]
-    running = [_start(spawn, log, share, end, job) for job, share in enumerate(shares)]
+    running = [_start(spawn, log, share, end, job, limit) for job, share in enumerate(shares)]
     while any(process.is_alive() for process in running):
         time.sleep(1)
         for job, process in enumerate(running):
@@ -38,18 +40,18 @@ def run(log: Path, seeds: range, seconds: float, jobs: int) -> None:
                 _write_death(log, job, process.exitcode or 0)
                 done = {row["seed"] for row in rows(log)}
                 left = [seed for seed in shares[job] if seed not in done]
-                running[job] = _start(spawn, log, left, end, job)
+                running[job] = _start(spawn, log, left, end, job, limit)
     for job in range(jobs):
         _current(log, job).unlink(missing_ok=True)
 
 
-def _start(spawn: Any, log: Path, seeds: list[int], end: float, job: int) -> BaseProcess:
-    process: BaseProcess = spawn.Process(target=work, args=(log, seeds, end, job))
+def _start(spawn: Any, log: Path, seeds: list[int], end: float, job: int, limit: float) -> BaseProcess:
+    process: BaseProcess = spawn.Process(target=work, args=(log, seeds, end, job, limit))
     process.start()
     return process
 
 
-def work(log: Path, seeds: list[int], end: float, job: int) -> None:
+def work(log: Path, seeds: list[int], end: float, job: int, limit: float) -> None:
     """Judge the seeds, one line of the log each."""
     torch.set_num_threads(1)
     for seed in seeds:
@@ -58,18 +60,13 @@ def work(log: Path, seeds: list[int], end: float, job: int) -> None:
         with _current(log, job).open("w") as note:
             note.write(f"{seed}\n")
             note.flush()
-            faulthandler.dump_traceback_later(LIMIT, exit=True, file=note)
+            faulthandler.dump_traceback_later(limit, exit=True, file=note)
             sketch = generate(Random(seed))
             row = as_row(seed, sketch, verdict := judge(sketch))
             faulthandler.cancel_dump_traceback_later()
         if not verdict.good:
-            row["program"] = str(_small_in_time(sketch, verdict))
+            row["program"] = str(smallest(sketch, verdict, seconds=30))
         _append(log, row)
-
-
-def _small_in_time(sketch: Sketch, verdict: Verdict) -> Sketch:
-    """A candidate that hangs must not take the verdict with it: the sketch itself is written then."""
-    return smallest(sketch, verdict, seconds=30)
 
 
 def _current(log: Path, job: int) -> Path:
@@ -112,6 +109,8 @@ def table(found: list[dict[str, Any]]) -> str:
     versions = ", ".join(sorted({row.get("torch", "") for row in found}))
     lines = [f"{judged:,} programs, {seconds:,.0f} CPU seconds, torch {versions}", ""]
     lines += [f"{n:7,}  {kind:<10} {n / max(judged, 1):6.1%}" for kind, n in kinds.most_common()]
+    free = [row["kind"] for row in found if not row.get("pins") and row["kind"] != "invalid"]
+    lines += ["", f"without pins: {len(free):,}, of which refused {free.count('refused') / max(len(free), 1):.1%}"]
     for kind in ("refused", "tested", "crash", "checker", "wrong", "rounding", "reference", "hang", "died"):
         same = Counter(reason(Verdict(kind, row["detail"])) for row in found if row["kind"] == kind)
         lines += ["", kind] * bool(same) + [f"{n:7,}  {text}" for text, n in same.most_common(40)]

@@ -83,7 +83,7 @@ class Input:
     high: int = 0
 
     def tensor(self, sizes: dict[str, int]) -> Tensor:
-        shape = tuple(sizes.get(str(d), d) for d in self.dims)
+        shape = tuple(int(sizes.get(str(d), d)) for d in self.dims)
         if self.high == 1:
             return torch.rand(shape) < 0.5
         return torch.randint(self.high, shape) if self.high else torch.randn(shape)

@@ -81,6 +81,12 @@ class Case:
         return f"{self.op}({', '.join([*map(str, self.args), *named])}){' fails' * self.fails}"
 
     @property
+    def empty(self) -> bool:
+        """Whether a tensor has no elements."""
+        listed = [spec for arg in self.args for spec in (arg if isinstance(arg, list) else [arg])]
+        return any(value(size) == 0 for spec in listed if isinstance(spec, Spec) for size in spec.sizes)
+
+    @property
     def target(self) -> Callable[..., Any]:
         space, name, *overload = self.op.split(".")
         if space == "runtime":

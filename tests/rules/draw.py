@@ -17,7 +17,7 @@ Draw = st.DrawFn
 Calls = dict[str, st.SearchStrategy[Case]]
 
 NUMBERS = (2, 3, 4, 6, 5, 1, 7, 8, 9, 12)
-SYMBOLIC = (Size(12, ("b",)), Size(6, ("s",)))
+SYMBOLIC = (Size(12, ("b",)), Size(12, ("s",)), Size(8, ("b", "s")))
 
 
 def calls(names: str, drawn: Callable[..., Case], *args: Any) -> Calls:
@@ -82,10 +82,7 @@ def maybe_out_of_range(draw: Draw, call: Case, at: int, low: int, high: int) -> 
         if isinstance(given, list)
         else given
     )
-    everything = [
-        spec for arg in call.args for spec in (arg if isinstance(arg, list) else [arg]) if isinstance(spec, Spec)
-    ]
-    if not chance(draw, 8) or any(value(n) == 0 for spec in everything for n in spec.sizes):
+    if not chance(draw, 8) or call.empty:
         return call
     place = draw(st.integers(0, 1 << 20))
     wrong = draw(st.sampled_from([low - 1, high, high + 3]))

@@ -59,9 +59,10 @@ def one(rule: str) -> list[Row]:
 
 
 def drawn(rule: str, count: int = TRIES, start: int = 0) -> list[Try]:
+    """Tries of a rule; on tensors without elements nothing is wrong, whatever the row."""
     found: list[Try] = []
     each(rule, count, found.append, start)
-    return found
+    return [tried for tried in found if not tried.call.empty]
 
 
 def verdict(mutant: RuleMutant, tried: Iterable[Try], beyond: Iterable[Try]) -> tuple[str, str]:

@@ -75,3 +75,11 @@ def node_of_index_put(dtype: torch.dtype) -> fx.Node:
     put = graph.call_function(torch.ops.aten.index_put.default, (x, [index], value))
     put.meta |= dict(shape=x.meta["shape"], module="", source=None)
     return put
+
+
+def test_a_dense_mask_of_each_sample_is_sharded_with_the_batch_beside_documents_too() -> None:
+    """It was whole there, and each rank's samples met those of all."""
+    tensors, key = [f(4, 2, 3, 1)] * 3, ints(high=9)
+    call = case("runtime.attention_with_dropout", *tensors, f(4, 1, 3, 3), 0.4, key, 3, documents=ints(4, 3, high=2))
+    found = {row.operands[:4] for rows in call.trial().check(2) for row in rows if row.output == S(0)}
+    assert found == {(S(0), S(0), S(0), S(0))}

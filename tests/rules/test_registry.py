@@ -6,7 +6,8 @@ import pytest
 
 from ndcompile.rules.registry import RULES
 from tests.rules.calls import CALLS
-from tests.rules.tries import search
+from tests.rules.sequences import hold
+from tests.rules.tries import Try, each, search
 
 WHOLE = {
     "runtime.fold",
@@ -14,6 +15,12 @@ WHOLE = {
     *(f"aten.{name}.default" for name in "mean max argmax prod any all".split()),
 }
 """Rules that let no dim be sharded."""
+
+OF_SEQUENCES = [
+    f"aten.{name}"
+    for name in "reshape.default linear.default add.Tensor sum.dim_IntList transpose.int expand.default cumsum.default "
+    "embedding.default index_select.default where.self stack.default".split()
+]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -23,3 +30,16 @@ def test_rows_hold(rule: str) -> None:
 
 def test_all_drawn_calls_are_of_rules() -> None:
     assert set(CALLS) - set(RULES) == set()
+
+
+@pytest.mark.parametrize("rule", OF_SEQUENCES)
+def test_rows_that_shard_a_sequence_hold(rule: str) -> None:
+    """Head–tail, also in a dim that joins it with the batch."""
+    held = 0
+
+    def add(tried: Try) -> None:
+        nonlocal held
+        held += hold(tried, 2)
+
+    each(rule, 30, add, start=100)
+    assert held > 0

@@ -23,6 +23,9 @@ CARRIED = Body(
     "Carried", ("x", "k"), ("self.a = nn.Linear(8, 8)", "self.b = nn.Linear(8, 8)"),
     (Statement((), "h = x + self.a(x)"),), "(h, self.b(h) + k)",
 )  # fmt: skip
+DROPPED = Body(
+    "Dropped", ("x",), (), (Statement((), "v = x + F.dropout(x, 0.5, self.training)"),), "v.permute(0, 1, 2)"
+)
 WITHOUT_GRADIENT = Body(
     "WithoutGradient", ("x",), (), (Statement((), "with torch.no_grad():\n    v = x.softmax(1)"),), "x + v"
 )
@@ -97,6 +100,11 @@ FOUND = {
     "equal blocks of which other results are used": Found(
         "x = self.m(x)\nk = x\nfor block in self.blocks:\n    x, k = block(x, k)\nk",
         blocks("Carried"), parts=(CARRIED,),
+    ),
+    "a value that an op takes in two layouts": Found("y = self.m(x)\ntorch.einsum('bid,bjd->bij', y, y)", mesh="tp=2"),
+    "blocks with dropout that nothing reads": Found(
+        "z = self.m(x)\nfor block in self.blocks:\n    z = block(z)\nself.e(x)",
+        (*blocks("Dropped", 2), "self.e = nn.Linear(8, 8)"), "tp=2", parts=(DROPPED,),
     ),
     "a no-grad region in a block": Found(
         "self.blocks[0](self.m(x))", blocks("WithoutGradient", 1), "tp=2", parts=(WITHOUT_GRADIENT,)

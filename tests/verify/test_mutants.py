@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +41,11 @@ def all_mutants(model: str, mesh: str) -> list[Mutant]:
 def test_every_operator_applies_somewhere() -> None:
     applied = {mutant.operator for model, mesh in ALL.items() for mutant in all_mutants(model, mesh)}
     assert applied == {*OPERATORS, *REPLACED, *ORDERS}
+
+
+def test_every_operator_is_on_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "verification.md").read_text()
+    assert [operator for operator in (*OPERATORS, *REPLACED, *ORDERS) if operator not in page] == []
 
 
 @pytest.mark.parametrize("model, mesh, first, every", [

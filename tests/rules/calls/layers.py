@@ -43,7 +43,7 @@ def along_a_dim(draw: Draw, op: str, *after: bool) -> Case:
 
 
 def embedding(draw: Draw, op: str) -> Case:
-    rows, width = number(draw, 1), number(draw)
+    rows, width = number(draw, 1), number(draw, 1)
     padding = [among(draw, rows)] if draw(BOOL) else []
     made = case(op, f(rows, width), ints(*sizes(draw, 0, 2), high=rows), *padding)
     return maybe_out_of_range(draw, made, 1, 0, rows)
@@ -55,7 +55,7 @@ def indexed(draw: Draw, op: str) -> Case:
     given: list[Any] = [None] * len(shape)
     for d in draw(st.sets(st.integers(0, len(shape) - 1), min_size=1, max_size=2)):
         shape[d] = max(value(shape[d]), 1)
-        given[d] = indices(draw, smaller(draw, dims), shape[d], negative=True)
+        given[d] = indices(draw, smaller(draw, dims), value(shape[d]), negative=True)
     while given[-1] is None and draw(BOOL):
         given.pop()
     high = max(value(shape[d]) for d, index in enumerate(given) if index is not None)
