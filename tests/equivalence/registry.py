@@ -36,6 +36,9 @@ def meshes_of(name: str) -> list[str]:
     return [mesh for world_size in WORLDS if world_size < 8 or name in WIDE for mesh in meshes(world_size)]
 
 
+LONGEST_CP = 4
+"""The samples' sequences are cut into twice as many parts."""
+
 WITHOUT_CP = tuple(kind for kind in KINDS if kind != "cp")
 
 
@@ -45,6 +48,6 @@ def meshes(world_size: int, kinds: tuple[str, ...] = KINDS) -> list[str]:
     for count in range(1, len(kinds) + 1):
         for axes in itertools.combinations(kinds, count):
             for sizes in itertools.product((2, 4, 8), repeat=count):
-                if math.prod(sizes) == world_size:
+                if math.prod(sizes) == world_size and dict(zip(axes, sizes, strict=True)).get("cp", 1) <= LONGEST_CP:
                     found.append(", ".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True)))
     return found
