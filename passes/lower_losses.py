@@ -98,12 +98,25 @@ def _rows(build: Builder, logits: fx.Node, target: fx.Node) -> tuple[fx.Node, fx
     return rows, flat
 
 
-def _mse(build: Builder, node: fx.Node) -> fx.Node:
-    given = arguments(node)
-    sizes, dtype = given["self"].meta["sizes"], node.meta["dtype"]
-    error = build(aten.sub.Tensor, given["self"], given["target"], sizes=sizes, dtype=dtype)
-    squares = build(aten.mul.Tensor, error, error, sizes=sizes, dtype=dtype)
-    return _reduced(build, squares, given["reduction"], lambda: build.size(error, range(len(sizes))))
+def _elementwise(cost: Callable[[Builder, fx.Node], fx.Node]) -> Callable[[Builder, fx.Node], fx.Node]:
+    """A loss that is a cost of each difference."""
+
+    def lowered(build: Builder, node: fx.Node) -> fx.Node:
+        given = arguments(node)
+        sizes, dtype = given["self"].meta["sizes"], node.meta["dtype"]
+        error = build(aten.sub.Tensor, given["self"], given["target"], sizes=sizes, dtype=dtype)
+        costs = cost(build, error)
+        return _reduced(build, costs, given["reduction"], lambda: build.size(error, range(len(sizes))))
+
+    return lowered
+
+
+def _square(build: Builder, error: fx.Node) -> fx.Node:
+    return build(aten.mul.Tensor, error, error, sizes=error.meta["sizes"], dtype=error.meta["dtype"])
+
+
+def _absolute(build: Builder, error: fx.Node) -> fx.Node:
+    return build(aten.abs.default, error, sizes=error.meta["sizes"], dtype=error.meta["dtype"])
 
 
 def _mean(build: Builder, node: fx.Node) -> fx.Node | None:
@@ -187,7 +200,8 @@ def _channel_dropout(build: Builder, node: fx.Node) -> fx.Node:
 
 LOWERINGS: dict[Any, Callable[[Builder, fx.Node], fx.Node | None]] = {
     aten.cross_entropy_loss.default: _cross_entropy,
-    aten.mse_loss.default: _mse,
+    aten.mse_loss.default: _elementwise(_square),
+    aten.l1_loss.default: _elementwise(_absolute),
     aten.scalar_tensor.default: _scalar,
     aten.feature_dropout.default: _channel_dropout,
     aten.mean.dim: _mean,

@@ -34,7 +34,7 @@ TORCH = frozenset(
     "slice_scatter select_scatter index_put lerp min max".split()
 )
 METHODS = frozenset(
-    "transpose permute unsqueeze squeeze t detach masked_fill amax amin argmax any all var select topk argsort "
+    "transpose permute unsqueeze squeeze t detach masked_fill amax amin argmax any all var std select topk argsort "
     "scatter_add index_add index_select repeat_interleave chunk".split()
 )
 

@@ -115,17 +115,16 @@ def _efficient_takes(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) ->
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, call: Call) -> Two:
     op, _ = private.ATTENTION["efficient"]
-    bias, nothing = _bias(q, k, allowed, multiple=8)
+    bias = _bias(q, k, allowed, multiple=8)
     out, lse = op(q, *_repeated(q, k, v), bias, True, 0.0, call.causal, scale=call.scale)[:2]
-    return _without(nothing, out, lse[..., : q.shape[2]])
+    return _zeros_for_nothing(allowed, out, lse[..., : q.shape[2]])
 
 
 def _efficient_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, allowed: Tensor | None, call: Call
 ) -> Three:
     _, op = private.ATTENTION["efficient"]
-    bias, nothing = _bias(q, k, allowed, multiple=8)
-    gradient, lse = _ignoring(nothing, gradient, lse)
+    bias, lse = _bias(q, k, allowed, multiple=8), _none_for_nothing(allowed, lse)
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # the kernel reads 32 at a time
     none = _no_random_state(q)
     found = op(
@@ -145,17 +144,16 @@ def _cpu_takes(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> bool:
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, call: Call) -> Two:
     op, _ = private.ATTENTION["cpu"]
-    bias, nothing = _bias(q, k, allowed)
+    bias = _bias(q, k, allowed)
     out, lse = op(q, *_repeated(q, k, v), 0.0, call.causal, attn_mask=bias, scale=call.scale)
-    return _without(nothing, out, lse)
+    return _zeros_for_nothing(allowed, out, lse)
 
 
 def _cpu_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, allowed: Tensor | None, call: Call
 ) -> Three:
     _, op = private.ATTENTION["cpu"]
-    bias, nothing = _bias(q, k, allowed)
-    gradient, lse = _ignoring(nothing, gradient, lse)
+    bias, lse = _bias(q, k, allowed), _none_for_nothing(allowed, lse)
     found = op(gradient, q, *_repeated(q, k, v), out, lse, 0.0, call.causal, attn_mask=bias, scale=call.scale)
     return found[0], *_of_groups(k, found[1], found[2])
 
@@ -230,29 +228,28 @@ def _of_groups(k: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
     return tuple(g if g.shape[1] == heads else g.unflatten(1, (heads, -1)).sum(2) for g in gradients)
 
 
-def _bias(q: Tensor, k: Tensor, allowed: Tensor | None, multiple: int = 1) -> tuple[Tensor | None, Tensor | None]:
-    """0 and minus infinity, `[b, h, s, t]`, and the rows that see nothing, to which the bias lets all through."""
+def _bias(q: Tensor, k: Tensor, allowed: Tensor | None, multiple: int = 1) -> Tensor | None:
+    """0 and minus infinity, `[b, h, s, t]`."""
     if allowed is None:
-        return None, None
-    nothing = ~allowed.any(-1, keepdim=True)
-    bias = torch.zeros_like(allowed, dtype=q.dtype).masked_fill(~(allowed | nothing), -torch.inf)
-    length = bias.shape[-1]
+        return None
+    bias, length = torch.zeros_like(allowed, dtype=q.dtype).masked_fill(~allowed, -torch.inf), allowed.shape[-1]
     bias = F.pad(bias, (0, -length % multiple))[..., :length]
-    return bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]), nothing
+    return bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 
-def _without(nothing: Tensor | None, out: Tensor, lse: Tensor) -> Two:
-    """Rows that see nothing are zeros."""
-    if nothing is None:
+def _zeros_for_nothing(allowed: Tensor | None, out: Tensor, lse: Tensor) -> Two:
+    """Rows that see nothing are zeros, whatever the kernel made of them."""
+    if allowed is None:
         return out, lse
+    nothing = ~allowed.any(-1, keepdim=True)
     return out.masked_fill(nothing, 0), lse.masked_fill(nothing.squeeze(-1), -torch.inf)
 
 
-def _ignoring(nothing: Tensor | None, gradient: Tensor, lse: Tensor) -> Two:
+def _none_for_nothing(allowed: Tensor | None, lse: Tensor) -> Tensor:
     """No gradient comes from rows that see nothing of these keys."""
-    if nothing is None:
-        return gradient, lse
-    return gradient.masked_fill(nothing, 0), lse.masked_fill(nothing.squeeze(-1) | (lse == -torch.inf), FAR)
+    if allowed is None:
+        return lse
+    return lse.masked_fill(~allowed.any(-1) | (lse == -torch.inf), FAR)
 
 
 def _no_random_state(q: Tensor) -> Tensor:

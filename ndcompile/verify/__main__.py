@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -44,9 +45,10 @@ def main() -> None:
     try:
         report = _run(asked, store, rank, world_size)
     except USER_ERRORS as error:
-        _end(_tell_once(store, str(error), USER_ERROR))
+        _end(_tell_once(store, rank, world_size, str(error), USER_ERROR))
     except Exception:  # whatever ends this rank is told, once
-        _end(_tell_once(store, f"rank {rank} failed\n{traceback.format_exc()}", RANK_FAILED))
+        text = f"rank {rank} failed\n{traceback.format_exc()}"
+        _end(_tell_once(store, rank, world_size, text, RANK_FAILED))
     else:
         _show(report, asked.json if rank == 0 else None, rank)
         dist.barrier()
@@ -91,13 +93,21 @@ def _show(report: Report, file: Path | None, rank: int) -> None:
             lines.write(json.dumps(report.to_json()) + "\n")
 
 
-def _tell_once(store: Any, text: str, status: int) -> int:
+GRACE = 5.0
+"""Seconds that rank 0, which holds the store, waits for others to read there why they end."""
+
+
+def _tell_once(store: Any, rank: int, world_size: int, text: str, status: int) -> int:
     """The first rank that fails says why and with which status all end; others fail because it did."""
     if store.add("ndcompile: failures", 1) == 1:
         store.set("ndcompile: status", str(status))
         print(text, file=sys.stderr, flush=True)
-        return status
-    return int(store.get("ndcompile: status"))
+    status = int(store.get("ndcompile: status"))
+    told, end = store.add("ndcompile: told", 1), time.monotonic() + GRACE
+    while rank == 0 and told < world_size and time.monotonic() < end:
+        time.sleep(0.05)
+        told = store.add("ndcompile: told", 0)
+    return status
 
 
 def _end(status: int) -> NoReturn:

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ndcompile.runtime import private
+from ndcompile.verify.known import Known
+
 Op = Any
 """An ATen op, as a dispatch mode sees it: `torch.ops.aten.mul.Tensor`."""
 
@@ -130,6 +133,9 @@ class AsWritten(Float64):
         return op(*args, **kwargs)
 
 
+UNSET = ("empty", "empty_strided", "fill_")
+"""Ops whose result is not yet what it will be, or is another tensor's memory."""
+
 PRIME = 1048573
 """The largest prime below 2²⁰: a product of two residues is below 2⁴⁰, so sums of 2¹³ of them are exact in float64."""
 
@@ -152,11 +158,13 @@ class Field(Domain):
         self._functions: dict[Any, Tensor] = {}
         self._inverses = inverses().to(self.device)
         self.infinite = False
+        self.known = Known()
 
     # ---- elements ------------------------------------------------------------------------------------------------
 
     def draw(self, shape: Sequence[int], positive: bool = False) -> Tensor:
-        return torch.randint(1, PRIME, tuple(shape), generator=self.generator).double().to(self.device)
+        with private.undispatched():  # a drawn number is no known one
+            return torch.randint(1, PRIME, tuple(shape), generator=self.generator).double().to(self.device)
 
     def number(self, x: float | int | bool) -> float:
         """A constant as an element: exact where it is a rational of small numerator and denominator."""
@@ -225,12 +233,33 @@ class Field(Domain):
     # ---- ops -----------------------------------------------------------------------------------------------------
 
     def run(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `op` means; where it means nothing but its operands depend on sizes alone, what it gives in truth."""
+        try:
+            made = self._meant(op, args, kwargs)
+        except NotInDomain:
+            true = self.known.of(op, *self._wide(args, kwargs))
+            if true is None:
+                raise
+            return self._encoded(true)
+        self.known.follow(op, *self._wide(args, kwargs), made)
+        return made
+
+    def _wide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(widened(a) for a in args), {k: widened(v) for k, v in kwargs.items()}
+
+    def _encoded(self, true: Any) -> Any:
+        made = pytree.tree_map_only(Tensor, self.encode, true)
+        self.known.keep(made, true)
+        return made
+
+    def _meant(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, kind, meaning = meaning_of(op)
         if kind == "moves":
             return op(*(widened(a) for a in args), **{k: widened(v) for k, v in kwargs.items()})
         if kind == "constant" or not any(_is_element(a) for a in args):
-            args, kwargs = tuple(widened(a) for a in args), {k: widened(v) for k, v in kwargs.items()}
-            return pytree.tree_map_only(Tensor, self.encode, op(*args, **kwargs))
+            args, kwargs = self._wide(args, kwargs)
+            made = op(*args, **kwargs)
+            return pytree.tree_map_only(Tensor, self.encode, made) if name in UNSET else self._encoded(made)
         if kind == "unknown":
             raise NotInDomain(f"{name} has no meaning in the prime field")
         self.degree += kind != "function"

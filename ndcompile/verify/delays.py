@@ -1,8 +1,9 @@
-"""Random delays around collectives: what a rank computes must not depend on how fast the others are."""
+"""Random delays: what a rank computes must not depend on how fast the others, or its own streams, are."""
 
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +20,8 @@ LONGEST = 0.003
 
 @contextmanager
 def delayed(seed: int, device: torch.device, longest: float = LONGEST) -> Iterator[list[int]]:
-    """Wait for a random time before and after each start of a collective and each wait, in eager and in compiled code
-    (which must have been compiled before). Gives a list of one number: the collectives that were delayed.
+    """Wait for a random time before and after each start of a collective and each wait. Gives a list of one number:
+    the collectives that were delayed. What is compiled runs as it is written meanwhile: for that there is `jittered`.
     """
     chance, count = random.Random(seed), [0]
 
@@ -35,6 +36,31 @@ def delayed(seed: int, device: torch.device, longest: float = LONGEST) -> Iterat
 
     with private.dispatched(run):
         yield count
+
+
+@contextmanager
+def jittered(seed: int, device: torch.device, longest: float = LONGEST) -> Iterator[list[int]]:
+    """Meanwhile another thread stalls this rank's GPU streams at random times, whatever code runs on them: the one
+    that computes, or one of its own, so that kernels compete. Gives a list of one number: the stalls.
+    """
+    chance, count, over = random.Random(seed), [0], threading.Event()
+    main, other = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+
+    def stall() -> None:
+        torch.cuda.set_device(device)
+        while not over.wait(chance.uniform(0.0, longest)):
+            with torch.cuda.stream(main if chance.random() < 0.7 else other):
+                private.spin(chance.uniform(0.0, longest))
+            count[0] += 1
+
+    thread = threading.Thread(target=stall, daemon=True)
+    thread.start()
+    try:
+        yield count
+    finally:
+        over.set()
+        thread.join()
+        torch.cuda.synchronize(device)
 
 
 def _pause(chance: random.Random, device: torch.device, longest: float) -> None:

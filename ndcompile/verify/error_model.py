@@ -84,7 +84,8 @@ class ErrorModel:
         where = f"{worst.what}, rank {worst.rank}"
         if self.dtype == torch.float64:
             return [f"{count}: the furthest is {self.ratio(worst) * EXACT:.1e} away ({where}); {EXACT:.0e} would fail"]
-        tight, loose = min(found, key=self.relative_limit), max(found, key=self.relative_limit)
+        some = [m for m in found if m.size]
+        tight, loose = min(some, key=self.relative_limit), max(some, key=self.relative_limit)
         return [
             f"{count}: the largest error is {self.ratio(worst):.2f} times what rounding explains ({where}); "
             f"{ALLOWED:g} would fail",

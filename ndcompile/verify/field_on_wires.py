@@ -41,7 +41,7 @@ class Wires:
         if namespace(op) != "_c10d_functional":
             return self.field.run(op, args, kwargs)
         if base_name(op) == "wait_tensor":
-            return self._wait(op, args[0])
+            return self._wait(args[0])
         value, *options, group = args
         named = tuple(group.split(","))
         if base_name(op) == "all_reduce" and len(named) > 1 and named not in (self.mesh.groups or {}):
@@ -57,16 +57,15 @@ class Wires:
         self._arrived[private.storage_id(started)] = self._residue if reduction == "sum" else self._element
         return started
 
-    def _wait(self, op: Any, started: Tensor) -> Tensor:
-        arrived: Tensor = op(started)
+    def _wait(self, started: Tensor) -> Tensor:
+        arrived = private.wait(started)
         read = self._arrived.pop(private.storage_id(started), None)
         return arrived if read is None else arrived.copy_(read(arrived))
 
     def _over_each(self, op: Any, value: Tensor, options: list[Any], names: tuple[str, ...]) -> Tensor:
         """Over several axes of which no group was made: one after the other."""
         for name in names:
-            started = self._start(op, value, options, self.mesh[name].group)
-            value = self._wait(torch.ops._c10d_functional.wait_tensor.default, started)
+            value = self._wait(self._start(op, value, options, self.mesh[name].group))
         return value
 
     def _residue(self, x: Tensor) -> Tensor:

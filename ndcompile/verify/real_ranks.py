@@ -26,7 +26,7 @@ from ndcompile.program import Program
 from ndcompile.runtime.agreement import everyones, together
 from ndcompile.runtime.module import ParallelModule
 from ndcompile.verify import field_on_wires, payloads, training
-from ndcompile.verify.delays import delayed
+from ndcompile.verify.delays import delayed, jittered
 from ndcompile.verify.error_model import ErrorModel, Measured
 from ndcompile.verify.execute import cotangent_scales, input_dims
 from ndcompile.verify.measure import Ruler, assembled, result_dims
@@ -200,13 +200,19 @@ class OnRanks:
     # ---- delays ------------------------------------------------------------------------------------------------------
 
     def delays(self, right: References, runs: int, how: str) -> Claim:
-        """The same steps with random delays: the same bits, where two runs without delays have the same."""
+        """The same steps with random delays: the same bits, where two runs without delays have the same.
+
+        Compiled code is delayed from beside, and only on GPUs: to look into it would be to run it uncompiled.
+        """
         begin = time.perf_counter()
+        if how == "compiled" and self.device.type != "cuda":
+            return Claim(self._kind(f"{how}, delays"), None, ["compiled code is delayed on GPUs only"], 0.0)
+        disturb, where = (jittered, "stalls of streams") if how == "compiled" else (delayed, "collectives")
         first, second = self.train(right.exact), self.train(right.exact)
         bitwise = all(everyones(not list(_unequal(first, second))))
         texts, delayed_count = [], 0
         for number in range(runs):
-            with delayed(1000 * number + self.rank, self.device) as count:
+            with disturb(1000 * number + self.rank, self.device) as count:
                 taken = self.train(right.exact)
             delayed_count += count[0]
             if bitwise:
@@ -214,7 +220,7 @@ class OnRanks:
             else:
                 texts += self.error_model.told(self.measure(taken, right))
         same = "the same bits as without" if bitwise else "within the error model (two runs without delays differ)"
-        evidence = [f"{delayed_count} collectives of {runs} runs with delays around start and wait: {same}"]
+        evidence = [f"{delayed_count} {where} in {runs} runs with delays: {same}"]
         return Claim(self._kind(f"{how}, delays"), not texts, texts or evidence, time.perf_counter() - begin)
 
 

@@ -97,10 +97,13 @@ def draw(
 
 
 def symbol_sizes(program: Program) -> dict[str, int]:
-    """A size for each symbol: two samples for each data rank, and a sequence that all axes divide."""
+    """A size for each symbol: two samples for each data rank (three for one, since of 2 the square is the double), and
+    a sequence that all axes divide.
+    """
     from ndcompile.verify.execute import data_ranks
 
-    found = {"b": 2 * data_ranks(program.mesh)}
+    ranks = data_ranks(program.mesh)
+    found = {"b": 2 * ranks if ranks > 1 else 3}
     symbols = {d for plan in program.manifest.input_plans for d in plan.dims if isinstance(d, str)} - {"b"}
     for number, symbol in enumerate(sorted(symbols)):
         unit = math.lcm(*program.manifest.multiples.get(symbol, {}).values(), 1)

@@ -53,6 +53,10 @@ class Experts(nn.Module):
         return {"loss": cross_entropy(logits, labels) + 0.1 * balance, "balance": balance, "logits": logits}
 
 
+ROUTER = (("router.weight", nd.I),)
+"""Every rank has the whole router."""
+
+
 class Latent(nn.Module):
     """Attention whose queries and keys come from small shared vectors; a part of the keys is one for all heads."""
 
@@ -162,6 +166,10 @@ class Documents(nn.Module):
         balance = use.square().sum(-1).mean()
         logits = self.head(x)
         return {"loss": cross_entropy(logits, labels) + 0.1 * balance, "balance": balance, "logits": logits}
+
+
+SEQUENCE = (("norm", nd.S(1)), ("router", nd.S(1)))
+"""The sequence lies on tp."""
 
 
 def documents() -> Results:

@@ -10,7 +10,7 @@ from ndcompile import checks
 from ndcompile.pipeline import copied
 from ndcompile.placement import P
 from ndcompile.verify.graph_mutants import check_types
-from tests.bugs.models import LATENT_WHOLE, Experts, Latent, Tied, batch
+from tests.bugs.models import LATENT_WHOLE, ROUTER, Experts, Latent, Tied, batch
 from tests.bugs.planted import Situation, situation
 
 
@@ -49,7 +49,7 @@ def test_a_value_that_is_called_partial_though_it_was_reduced() -> None:
 
 def test_no_result_and_no_parameter_is_partial_at_the_border() -> None:
     """So nothing goes through `to_local` and back whose gradient would be another one."""
-    for found in (latent(), situation(Tied, batch, "tp=2"), situation(Experts, batch, "dp_shard=2, tp=2")):
+    for found in (latent(), situation(Tied, batch, "tp=2"), situation(Experts, batch, "dp_shard=2, tp=2", pins=ROUTER)):
         layouts = [p.layout for p in found.program.parameters.values()]
         layouts += [n.meta["layout"] for n in found.program.graph.graph.output_node().all_input_nodes]
         assert not [str(layout) for layout in layouts for axis in layout.axes if layout.on(axis).kind == "P"]
@@ -57,7 +57,7 @@ def test_no_result_and_no_parameter_is_partial_at_the_border() -> None:
 
 def test_a_lookup_whose_gradient_is_summed_over_the_axis_of_its_columns() -> None:
     """The table's columns lie on tp, its rows on dp_shard, over which tokens are parted."""
-    found = situation(Experts, batch, "dp_shard=2, tp=2")
+    found = situation(Experts, batch, "dp_shard=2, tp=2", pins=ROUTER)
     found.assert_equal()
     graph = copied(found.program.folded)
     way = next(n for n in graph.graph.nodes if n.meta.get("parameter") == "tokens.weight")

@@ -6,7 +6,7 @@ import torch
 
 import ndcompile as nd
 from ndcompile.duties import duties
-from tests.bugs.models import Experts, Tied, batch
+from tests.bugs.models import Tied, batch
 from tests.bugs.planted import situation
 
 
@@ -14,7 +14,7 @@ def test_every_gradient_is_added_in_the_dtype_that_was_asked_for() -> None:
     """Those of tables too; and the duty table says so, a row a parameter and axis."""
     for dtype in (torch.float32, torch.bfloat16):
         precision = nd.Precision(compute=torch.bfloat16, reduce=dtype)
-        program = nd.compile(Experts(), "dp_shard=2", batch(), precision=precision)
+        program = nd.compile(Tied(), "dp_shard=2", batch(), precision=precision)
         due = {d.parameter: d for d in duties(program.folded, program.mesh)}
         assert due.keys() == program.parameters.keys()
         assert all(len(d.reductions) == 1 and d.dtype == dtype for d in due.values())

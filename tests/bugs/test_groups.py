@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ndcompile as nd
-from tests.bugs.models import Documents, Experts, Padded, batch, documents, padded
+from tests.bugs.models import SEQUENCE, Documents, Experts, Padded, batch, documents, padded
 from tests.bugs.planted import Situation, situation
 
 BOTH = "dp_shard=2, tp=2"
@@ -40,7 +40,7 @@ def test_gradients_of_experts_are_summed_over_the_data_ranks() -> None:
 
 def test_a_loss_by_document_whose_tokens_lie_on_several_ranks() -> None:
     """Documents are packed in rows that tp cuts: what is squared is the mean over a whole document."""
-    found = situation(Documents, documents, BOTH, pins=(("norm", nd.S(1)), ("router", nd.S(1))))
+    found = situation(Documents, documents, "tp=2", pins=SEQUENCE)
     found.assert_equal()
     right = "ratio = all_reduce_invariant(ratio, tp)"
     assert found.seen_by(right, "ratio = ratio") == "field"

@@ -71,7 +71,7 @@ class Ahead(nn.Module):
 
 
 def test_labels_are_rolled_once() -> None:
-    found = situation(Ahead, batch, "dp_shard=2, tp=2")
+    found = situation(Ahead, batch, "dp_shard=2")
     found.assert_equal()
     right = found.line("roll_2 = ")
     assert found.seen_by(right, right.replace("(-1,)", "(-2,)")) == "field"

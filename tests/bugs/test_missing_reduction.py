@@ -6,11 +6,9 @@ import re
 
 import pytest
 
-import ndcompile as nd
-from tests.bugs.models import LATENT_WHOLE, Experts, Latent, batch
+from tests.bugs.models import LATENT_WHOLE, ROUTER, Experts, Latent, batch
 from tests.bugs.planted import situation
 
-ROUTER = (("router.weight", nd.I),)
 UNSUMMED = {
     "A1": (Experts, "tp=2", (), "last.weight", "last"),
     "A2": (Experts, "dp_shard=2, tp=2", ROUTER, "router.weight", "router"),
@@ -19,7 +17,7 @@ UNSUMMED = {
     "A5": (Experts, "dp_shard=2, tp=2", ROUTER, "router.weight", "router"),
     "A10, shared gate": (Experts, "tp=2", (), "gate.weight", "gate"),
     "A10, latent": (Latent, "tp=2", LATENT_WHOLE, "kv_a.weight", "kv_a"),
-    "A14": (Experts, "dp_replicate=2", (), "up", "up"),
+    "A14": (Experts, "dp_replicate=2, tp=2", (), "up", "up"),
     "A18": (Experts, "tp=2", (), "last.bias", "last_bias"),
 }
 """Row: a parameter that every rank holds, of which each sees a part of the tokens, of the heads or of the batch, and
@@ -37,17 +35,23 @@ def test_a_gradient_that_nobody_sums(row: str) -> None:
 
 
 UNREDUCED = {
-    "A6": ("tp=2", "norm", "all_gather(tokens, tp, dim=2)", "runtime.all_gather_invariant(tokens, tp, dim=2)"),
-    "A7": ("dp_shard=2, tp=2", "norm", "all_gather(tokens, tp, dim=2)", "all_gather(tokens, tp, dim=2).detach()"),
-    "A12": ("tp=2", "head", "all_gather(last, tp, dim=1)", "runtime.all_gather_invariant(last, tp, dim=1)"),
+    "A6": ("tp=2", (), "norm", "all_gather(tokens, tp, dim=2)", "runtime.all_gather_invariant(tokens, tp, dim=2)"),
+    "A7": (
+        "dp_shard=2, tp=2",
+        ROUTER,
+        "norm",
+        "all_gather(tokens, tp, dim=2)",
+        "all_gather(tokens, tp, dim=2).detach()",
+    ),
+    "A12": ("tp=2", (), "head", "all_gather(last, tp, dim=1)", "runtime.all_gather_invariant(last, tp, dim=1)"),
 }
 """Row: a value that is gathered for a module whose ranks each give a part of its gradient."""
 
 
 @pytest.mark.parametrize("row", UNREDUCED)
 def test_a_gradient_of_a_value_that_is_not_reduced(row: str) -> None:
-    mesh, module, right, wrong = UNREDUCED[row]
-    found = situation(Experts, batch, mesh)
+    mesh, pins, module, right, wrong = UNREDUCED[row]
+    found = situation(Experts, batch, mesh, pins=pins)
     found.assert_equal()
     at = f"= runtime.all_gather   {module}"
     assert "takes" in found.types_say("a conversion is another of the same forward", at)

@@ -31,7 +31,7 @@ def hidden() -> Situation:
 
 
 def sequence() -> Situation:
-    return situation(Dropped, batch, "dp_shard=2, tp=2", pins=(("tokens.weight", nd.S(0)), ("dropout", nd.S(1))))
+    return situation(Dropped, batch, "tp=2", pins=(("tokens.weight", nd.S(0)), ("dropout", nd.S(1))))
 
 
 def test_ranks_that_hold_one_value_drop_the_same() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ndcompile as nd
-from tests.bugs.models import VOCABULARY, WIDTH, Experts, Results, Tied, batch
+from tests.bugs.models import ROUTER, VOCABULARY, WIDTH, Experts, Results, Tied, batch
 from tests.bugs.planted import situation
 
 DATA = ("dp_shard=2", "dp_replicate=2, dp_shard=2")
@@ -54,7 +54,7 @@ def test_a_further_loss_keeps_its_weight_on_every_mesh(row: str) -> None:
 
 def test_gradients_of_experts_have_no_factor_of_their_own() -> None:
     """Whatever shards them: tp cuts the experts, and dp_shard gathers them."""
-    found = situation(Experts, batch, "dp_shard=2, tp=2")
+    found = situation(Experts, batch, "dp_shard=2, tp=2", pins=ROUTER)
     found.assert_equal()
     for factor in ("tp.size", "1 / dp_shard.size"):
         assert found.seen_by("(norm, w.up)", f"(norm, runtime.scale_gradient(w.up, {factor}))") == "field"

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ndcompile as nd
 from ndcompile.placement import Placement
-from tests.bugs.models import VOCABULARY, WIDTH, Experts, Results, Tied, batch, cross_entropy
+from tests.bugs.models import SEQUENCE, VOCABULARY, WIDTH, Documents, Results, Tied, batch, cross_entropy, documents
 from tests.bugs.planted import situation
 
 
@@ -51,16 +51,16 @@ def test_a_view_of_columns_is_a_view_of_the_whole() -> None:
 
 
 def test_uneven_columns_can_be_flattened() -> None:
-    """7 on 4 ranks."""
-    found = situation(flat, x, "tp=4", pins=COLUMNS)
+    """7 on 2 ranks."""
+    found = situation(flat, x, "tp=2", pins=COLUMNS)
     found.assert_equal()
     right = found.line("up = all_gather_invariant(").removeprefix("up = ")
     assert found.seen_by(right, f"wrong.turned({right}, tp, 1)") == "field"
 
 
 def test_a_sequence_shard_meets_a_matrix_that_every_rank_holds() -> None:
-    """The layer takes [b, s, hidden] with s on tp, and a view of it splits the hidden dim."""
-    found = situation(Experts, batch, "tp=2", pins=(("norm", nd.S(1)), ("router.weight", nd.I), ("router", nd.S(1))))
+    """The layer takes [b, s, hidden] with s on tp."""
+    found = situation(Documents, documents, "tp=2", pins=SEQUENCE)
     found.assert_equal()
     assert found.line("router = F.linear(norm, w.router)")
 
@@ -132,6 +132,6 @@ def labelled() -> Results:
 
 
 def test_labels_and_shifted_labels_at_once() -> None:
-    found = situation(Labelled, labelled, "dp_shard=2, tp=2")
+    found = situation(Labelled, labelled, "dp_shard=2")
     found.assert_equal()
     assert "shift_labels" in found.line("losses = cross_entropy(")

@@ -24,8 +24,9 @@ PART = ("{}[{}] = 0", "{}[{}] *= 2", "{}[{}] += 1", "{}[{}].mul_(0.5)", "{0}[{1}
 
 @kind(3)
 def change(g: Builder) -> None:
-    """Of a value, or of a copy of it."""
-    x = g.value(lambda v: v.rank > 0)
+    """Of a value, or of a copy of it; inputs may not be changed, which is tried seldom."""
+    forbidden = g.chance(4)
+    x = g.value(lambda v: v.rank > 0 and (forbidden or v.name[0] == "v"))
     if g.chance(60):
         x = g.let(f"{x}.clone()" if g.chance(70) else f"{x} * 1")
     if g.chance(40):

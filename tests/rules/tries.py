@@ -67,7 +67,10 @@ class Try:
         return self.call.trial(arithmetic, self.stopped)
 
     def _check(self, arithmetic: Arithmetic, most: int, among: Sequence[Rows] | None) -> Sequence[Rows]:
-        return self.trial(arithmetic).check(*self.ways, most=most, among=among)
+        trial = self.trial(arithmetic)
+        if arithmetic.exact and any(x.is_complex() for x in trial.operands):
+            raise NotInDomain("the prime field has no complex numbers")
+        return trial.check(*self.ways, most=most, among=among)
 
 
 def tries(rule: str) -> st.SearchStrategy[Try]:

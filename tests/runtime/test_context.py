@@ -146,6 +146,7 @@ MASKS: dict[str, Parts] = {
     "full": dict(),
     "window": dict(causal=True, window=9),
     "padding": dict(padding=torch.arange(48) < torch.tensor([[30], [48]])),
+    "nothing": dict(causal=True, padding=torch.arange(48) >= torch.tensor([[7], [48]])),
     "documents": dict(causal=True, documents=torch.arange(48).expand(2, 48) // 11),
 }
 

@@ -106,7 +106,7 @@ def test_a_rank_whose_collectives_come_in_another_order_is_named() -> None:
 class RowWise:
     """An optimizer that divides each row of a gradient by the row's norm."""
 
-    def __init__(self, parameters):
+    def __init__(self, parameters, eps):
         self.parameters = parameters
 
     def step(self, scale):

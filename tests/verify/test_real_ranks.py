@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ndcompile as nd
@@ -132,7 +133,7 @@ def test_bfloat16_compiled_with_dropout() -> None:
 def test_every_kind_of_conversion_is_drawn_from_programs() -> None:
     """Of the conversions of some programs, with uneven dims among them."""
     found = []
-    for name, mesh in (("gpt", "tp=4"), ("fused attention", "tp=3")):
+    for name, mesh in (("gpt", "tp=4"), ("fused attention", "tp=3"), ("gated", "tp=5")):
         model, batch = ALL[name](12)
         found += payloads(nd.compile(model, mesh, batch), {"b": 12, "s": 12})
     assert len(set(found)) > 8
@@ -141,13 +142,16 @@ def test_every_kind_of_conversion_is_drawn_from_programs() -> None:
     assert any(dict(payload.options).get("size") for payload in found), "an uneven one"
 
 
-def start(folder: Path, *arguments: str) -> tuple[list[int], str, str]:
-    """Two processes of `python -m ndcompile.verify`, as torchrun starts them: how they end, and what they print."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+def start(folder: Path, *arguments: str) -> tuple[list[int], str, str]:
+    """Two processes of `python -m ndcompile.verify`, as torchrun starts them: how they end, and what they print."""
     shared = {
-        "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
         "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path),
         "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
@@ -201,9 +205,22 @@ def test_a_rank_that_fails_ends_all_and_is_told_once(folder: Path) -> None:
     assert "rank 1 failed" in errors
 
 
-def test_a_users_error_is_told_once(folder: Path) -> None:
-    statuses, _, errors = start(folder, "my_models:mlp", "--mesh", "tp=4")
-    assert statuses == [2, 2] and errors.count("why") == 1, errors
+def test_a_users_error_ends_with_2(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, as the only rank."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    for name, value in {**alone, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(sys, "argv", ["ndcompile.verify", "my_models:mlp", "--mesh", "tp=4"])
+    monkeypatch.chdir(folder)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        dist.destroy_process_group()
+    assert ended.value.code == 2 and "mesh 'tp=4' has 4 ranks" in capsys.readouterr().err
 
 
 def test_without_ranks_the_command_says_how_to_start(

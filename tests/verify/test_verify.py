@@ -18,6 +18,7 @@ RIGHT = [
     ("gated", "dp_shard=2, tp=2"), ("towers", "dp_replicate=2, dp_shard=2"),
     ("Mixtral, balanced", "dp_shard=2"), ("BERT, padded", "tp=2"), ("remembers", "dp_shard=2, tp=2"),
     ("convolution in 1d", "dp_shard=2"), ("group norm", "dp_shard=2"), ("nn.GRU", "dp_shard=2"),
+    ("MPNet", "tp=2"),
 ]  # fmt: skip
 
 

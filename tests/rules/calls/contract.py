@@ -84,6 +84,16 @@ def variance(draw: Draw, op: str) -> Case:
     return case(op, x, dims, correction=draw(st.sampled_from([0, 1, 2])), keepdim=draw(BOOL))
 
 
+def variance_of_dims(draw: Draw, op: str) -> Case:
+    x = f(*sizes(draw, 1, 3, low=2))
+    return case(op, x, several(draw, len(x.sizes)), draw(BOOL), draw(BOOL))
+
+
+def deviation(draw: Draw, op: str) -> Case:
+    x = f(*sizes(draw, 1, 3, low=2))
+    return case(op, x, several(draw, len(x.sizes)), correction=draw(st.sampled_from([0, 1])), keepdim=draw(BOOL))
+
+
 def norm(draw: Draw, op: str) -> Case:
     x = f(*sizes(draw, 1, 3, low=1))
     return case(op, x, draw(st.sampled_from([1.0, 2.0, 3.0])), several(draw, len(x.sizes)), draw(BOOL))
@@ -104,6 +114,8 @@ CALLS: Calls = {
     **calls("mean.default max.default argmax.default prod.default", whole_reduction, 1),
     **calls("mean.dim amax.default amin.default logsumexp.default", over_dims, 1),
     **calls("var.correction", variance),
+    **calls("var.dim std.dim", variance_of_dims),
+    **calls("std.correction", deviation),
     **calls("prod.dim_int", over_one_dim),
     **calls("linalg_vector_norm.default", norm),
     **calls("any.default all.default", of_flags),
