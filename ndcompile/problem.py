@@ -115,7 +115,9 @@ def _cut_dim(node: fx.Node, kind: AxisKind) -> int | None:
 def _op_rows(state: State, node: fx.Node, kind: AxisKind, ranks: int) -> list[Row]:
     if node.target is getitem:
         whole = [I, R] if node.meta["grad"] else [R]
-        dims = [S(d) for d in range(len(node.meta["shape"]))]
+        shape = node.meta["shape"]
+        dims = [S(d) for d in range(len(shape))]
+        dims += [S(d, str(state.batch)) for d in range(len(shape)) if kind.attends and len(shape[d].symbols) > 1]
         return [Row((p,), p) for p in (*whole, *dims)]
     bound, grads = (
         state.signatures[node],

@@ -269,23 +269,23 @@ def _scaled_dot_product_attention(w: Writer, node: fx.Node) -> str:
 
 def _over_ranks(w: Writer, node: fx.Node, rest: Any, named: dict[str, Any]) -> str:
     """Attention of a sequence that an axis shards; empty where none does."""
-    if not (axes := node.meta.get("algorithm_axes")):
+    if "how" not in node.meta:
         return ""
     assert not rest, "what else attention takes has a name"
-    listed = [*(w.text(x) for x in node.args[:3]), w.axis(axes[0][0])]
+    listed = [*(w.text(x) for x in node.args[:3]), w.axis(node.meta["algorithm_axes"][0][0])]
     listed += [f"{name}={w.text(value)}" for name, value in named.items()]
     return f"context_attention({', '.join(listed)}, how={node.meta['how']!r})".replace("'", '"')
 
 
 def _attention_with_dropout(w: Writer, node: fx.Node) -> str:
-    if node.meta.get("algorithm_axes"):
+    if "how" in node.meta:
         given = arguments(node)
         named = {name: given[name] for name in (*ROWS_AND_SIZES, "scale", "key", "site")}
         kept = {name: value for name, value in named.items() if value is not None and value is not False}
         batch_and_heads = {d: axes for d, axes in enumerate(node.meta["layout"].dims[:2]) if axes}
         text = _over_ranks(w, node, (), dict(dropout_p=given["p"]) | kept)
         return f"{text[:-1]}, shards={_mapped(w, batch_and_heads)})"
-    return f"attention_with_dropout({w.listed(node)}, shards={_shards(w, node)}{_uneven(w, node)})"
+    return f"attention_with_dropout({w.listed(node)}, shards={_shards(w, node)}{_uneven(w, node)}{_balanced(w, node)})"
 
 
 def _layer_norm(w: Writer, node: fx.Node) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ndcompile.runtime.masks import Mask
-from ndcompile.runtime.mesh import Ranks
-from ndcompile.runtime.random import dropout
+from ndcompile.runtime.random import Shards, dropout
 
 Span = tuple[int, int]
 """Positions from and up to."""
@@ -72,14 +71,15 @@ def attention_with_dropout(
     prefix: Tensor | int | None = None,
     padding: Tensor | None = None,
     documents: Tensor | None = None,
-    shards: Mapping[int, Ranks] | None = None,
+    shards: Shards | None = None,
     sizes: Mapping[int, int] | None = None,
+    balanced: Collection[int] = (),
     block: int = BLOCK,
 ) -> Tensor:
     """The same with dropout on the probabilities, under a mask by name, a dense one, or both.
 
     `mask` is bool (true: attend) or is added to the scores. Probabilities are dropped by their global index in
-    `[b, h, s, t]`; `shards` and `sizes` say how its dims are sharded. A row that may attend to nothing gives zeros.
+    `[b, h, s, t]`; `shards`, `sizes` and `balanced` say how its dims are sharded. A row that sees nothing gives zeros.
     """
     wide = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
     factor = q.shape[-1] ** -0.5 if scale is None else scale
@@ -95,7 +95,7 @@ def attention_with_dropout(
         nothing = (scores == -torch.inf).all(-1, keepdim=True)
         shares = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
         spans = {dims - 2: (queries[0], lengths[0]), dims - 1: (keys[0], lengths[1])}
-        return (dropout(shares, p, key, site, shards, sizes, spans) @ v.to(wide)).to(q.dtype)
+        return (dropout(shares, p, key, site, shards, sizes, spans, balanced) @ v.to(wide)).to(q.dtype)
 
     return _by_blocks(attend, Mask(causal, window, chunk, prefix, padding, documents), q, k, v, block, always=True)
 

@@ -48,8 +48,8 @@ def uniform_bits(
 ) -> Tensor:
     """Uniform integers in [0, 2⁵³), int64 `[*shape]`, each a function of (key, site, its index in the global tensor).
 
-    `shards` says over which ranks a dim is sharded: in equal parts, or those of a whole `sizes[dim]`. Of a dim that no
-    rank shards, `shape` may be the part that starts at `spans[dim][0]`, of a whole `spans[dim][1]`. The dims `balanced`
+    `shards` says over which ranks a dim is sharded: in equal parts, or those of a whole `sizes[dim]`. Of what a
+    rank holds of a dim, `shape` may be the part that starts at `spans[dim][0]`, of `spans[dim][1]`. The dims `balanced`
     are sharded head–tail.
     """
     index = _global_index(shape, shards or {}, sizes or {}, spans or {}, balanced, key)
@@ -106,7 +106,8 @@ def _global_index(
         start, whole = spans.get(dim, (0, length))
         axes = shards.get(dim, ())
         if axes:
-            whole, place = _of_shard(length, (axes,) if isinstance(axes, Ranks) else axes, sizes, dim, balanced, key)
+            whole, place = _of_shard(whole, (axes,) if isinstance(axes, Ranks) else axes, sizes, dim, balanced, key)
+            place = place[start : start + length]
         else:
             place = torch.arange(length, dtype=torch.int64, device=key.device) + start
         index = index.unsqueeze(-1) * whole + place

@@ -26,17 +26,28 @@ WIDE = (
 """Models that the command of `models` runs on 8 ranks too; the others on 2 and 4."""
 
 
+def has_sequence(name: str) -> bool:
+    """Whether a model of the zoo has something that `cp` can shard."""
+    return name != "mlp"
+
+
 def meshes_of(name: str) -> list[str]:
     """All meshes on which `models` runs a model."""
     return [mesh for world_size in WORLDS if world_size < 8 or name in WIDE for mesh in meshes(world_size)]
 
 
-def meshes(world_size: int) -> list[str]:
-    """All meshes of up to three axes, each of more than one rank: those of one axis, of two, of three."""
+LONGEST_CP = 4
+"""The samples' sequences are cut into twice as many parts."""
+
+WITHOUT_CP = tuple(kind for kind in KINDS if kind != "cp")
+
+
+def meshes(world_size: int, kinds: tuple[str, ...] = KINDS) -> list[str]:
+    """All meshes of these axes, each of more than one rank: those of one axis, of two, of three."""
     found = []
-    for count in range(1, len(KINDS) + 1):
-        for axes in itertools.combinations(KINDS, count):
+    for count in range(1, len(kinds) + 1):
+        for axes in itertools.combinations(kinds, count):
             for sizes in itertools.product((2, 4, 8), repeat=count):
-                if math.prod(sizes) == world_size:
+                if math.prod(sizes) == world_size and dict(zip(axes, sizes, strict=True)).get("cp", 1) <= LONGEST_CP:
                     found.append(", ".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True)))
     return found

@@ -34,12 +34,12 @@ def test_every_mesh_that_fits_is_below_the_bar(name: str) -> None:
     assert row.itself is None or row.itself < 1e-5
 
 
-def test_only_heads_that_do_not_divide_are_refused() -> None:
+def test_only_heads_that_do_not_divide_and_whole_sequences_are_refused() -> None:
     for name, row in ROWS.items():
         for mesh, why in row.refused.items():
-            assert "tp=" in mesh and "attention heads" in why and "do not divide over" in why, (
-                f"{name} on {mesh}: {why}"
-            )
+            heads = "tp=" in mesh and "attention heads" in why and "do not divide over" in why
+            sequences = "cp=" in mesh and ("has nothing to shard" in why or "needs the whole sequence" in why)
+            assert heads or sequences, f"{name} on {mesh}: {why}"
 
 
 def test_one_capture_serves_all_meshes() -> None:
