@@ -11,7 +11,7 @@ from collections import Counter
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -58,15 +58,23 @@ def work(log: Path, seeds: list[int], end: float, job: int, limit: float) -> Non
         if time.time() > end:
             return
         with _current(log, job).open("w") as note:
-            note.write(f"{seed}\n")
-            note.flush()
-            faulthandler.dump_traceback_later(limit, exit=True, file=note)
-            sketch = generate(Random(seed))
-            row = as_row(seed, sketch, verdict := judge(sketch))
+            _append(log, _row(seed, note, limit))
             faulthandler.cancel_dump_traceback_later()
-        if not verdict.good:
-            row["program"] = str(smallest(sketch, verdict, seconds=30))
-        _append(log, row)
+
+
+def _row(seed: int, note: TextIO, limit: float) -> dict[str, Any]:
+    """The verdict on a seed; `note` has what is known so far, in case the process does not come back."""
+    note.write(f"{seed}\n")
+    note.flush()
+    faulthandler.dump_traceback_later(limit, exit=True, file=note)
+    sketch = generate(Random(seed))
+    row = as_row(seed, sketch, verdict := judge(sketch))
+    if not verdict.good:
+        note.write(json.dumps(row | dict(program=str(sketch))) + "\n")
+        note.flush()
+        faulthandler.dump_traceback_later(limit, exit=True, file=note)
+        row["program"] = str(smallest(sketch, verdict, seconds=30))
+    return row
 
 
 def _current(log: Path, job: int) -> Path:
@@ -76,6 +84,9 @@ def _current(log: Path, job: int) -> Path:
 
 def _write_death(log: Path, job: int, code: int) -> None:
     first, *rest = _current(log, job).read_text().splitlines() or ["-1"]
+    if rest and rest[0].startswith("{"):
+        _append(log, json.loads(rest[0]))  # it was being made small
+        return
     seed = int(first)
     kind, detail = ("hang", "\n".join(rest)[-1500:]) if rest else ("died", f"exit code {code}")
     sketch = generate(Random(seed))
