@@ -168,7 +168,7 @@ class OnRanks:
         count, mine = payloads.differences(self.program, self.parallel._mesh, self.device, sizes)
         texts = _from_all(mine)
         evidence = [f"{count} conversions and buckets of weights, forward and backward: every bit is right"]
-        return Claim("tested (real ranks, integers)", not texts, texts or evidence, time.perf_counter() - begin)
+        return Claim("tested (real ranks, integers)", not texts, _few(texts) or evidence, time.perf_counter() - begin)
 
     def in_the_field(self) -> Claim:
         """The whole program, exact over the wires."""
@@ -200,7 +200,8 @@ class OnRanks:
     # ---- delays ------------------------------------------------------------------------------------------------------
 
     def delays(self, right: References, runs: int, how: str) -> Claim:
-        """The same steps with random delays: the same bits, where two runs without delays have the same.
+        """The same steps with random delays: within the error model (what is always read too early has always the same
+        bits), and the same bits, where two runs without delays have the same.
 
         Compiled code is delayed from beside, and only on GPUs: to look into it would be to run it uncompiled.
         """
@@ -217,11 +218,10 @@ class OnRanks:
             delayed_count += count[0]
             if bitwise:
                 texts += _from_all([f"{what} has other bits with delays" for what in _unequal(first, taken)])
-            else:
-                texts += self.error_model.told(self.measure(taken, right))
+            texts += [f"{text}, with delays" for text in self.error_model.told(self.measure(taken, right))]
         same = "the same bits as without" if bitwise else "within the error model (two runs without delays differ)"
         evidence = [f"{delayed_count} {where} in {runs} runs with delays: {same}"]
-        return Claim(self._kind(f"{how}, delays"), not texts, texts or evidence, time.perf_counter() - begin)
+        return Claim(self._kind(f"{how}, delays"), not texts, _few(texts) or evidence, time.perf_counter() - begin)
 
 
 def _unequal(one: Sequence[Trained], two: Sequence[Trained]) -> Iterator[str]:
@@ -241,6 +241,10 @@ def _from_all(mine: Sequence[str]) -> list[str]:
     """What any rank has to say, once."""
     texts = [f"{text} on rank {rank}" for rank, theirs in enumerate(everyones(list(mine))) for text in theirs]
     return texts
+
+
+def _few(texts: Sequence[str]) -> list[str]:
+    return [*texts[:5], *([f"and {len(texts) - 5} more"] if len(texts) > 5 else [])]
 
 
 def _no_other_mode(training: bool) -> Program:
