@@ -17,7 +17,7 @@ from ndcompile.size import Shape, Size
 WAYS = ((2,), (3,), (4,), (2, 2), (2, 3), (3, 2))
 """The axes on which each row is tried; of two that shard one dim the first is the major one."""
 
-PAIRS = 12
+PAIRS = 8
 """Of each call's pairs of rows on two axes, at most so many are tried."""
 
 Sizes = dict[str, int]
