@@ -212,7 +212,11 @@ SHARED = "every other name of the tensor would have to change too"
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """The operand that the node's result shares memory with."""
+    """The operand that the node's result shares memory with; dropout that drops nothing returns its input, which the
+    tracer's tensors do not show.
+    """
+    if node.target is aten.dropout.default and not (node.args[2] and node.args[1]):
+        return node.all_input_nodes[0]
     mine = _storage(node)
     if mine is None or node.op != "call_function":
         return None

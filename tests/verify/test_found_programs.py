@@ -106,6 +106,9 @@ FOUND = {
         "z = self.m(x)\nfor block in self.blocks:\n    z = block(z)\nself.e(x)",
         (*blocks("Dropped", 2), "self.e = nn.Linear(8, 8)"), "tp=2", parts=(DROPPED,),
     ),
+    "a change in place after dropout that drops nothing": Found(
+        "y = self.m(x)\nz = F.dropout(y, 0.0, True)\nz[:, -1] = 0\ny.tanh()", mesh="tp=2"
+    ),
     "a no-grad region in a block": Found(
         "self.blocks[0](self.m(x))", blocks("WithoutGradient", 1), "tp=2", parts=(WITHOUT_GRADIENT,)
     ),
