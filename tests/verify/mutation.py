@@ -122,6 +122,8 @@ def run_program(case: Case, work: Work, done: set[Key], end: float) -> bool:
     try:
         program = nd.compile(made, case.mesh, batch, float64=True)
     except nd.CompileError as error:
+        if type(error) is not nd.CompileError:
+            raise  # a check of the compiler's own work
         write(work.log, program_row | dict(refused=error.what))
         return False
     chosen = in_turn([*graph_mutants(program), *mutants(str(program), program.mesh)], f"{SEED} {case}", work.every)
@@ -250,8 +252,13 @@ class Programs:
             f"{sum(meshes.values())} programs; {len(self.refused)} do not compile",
             f"{done} of {sites} sites; of {len(pairs)} operators in programs {len(missing)} have none that was judged",
             f"{self.seconds:.0f} CPU seconds, {self.seconds / max(1, done):.2f} a bug",
-            *(f"failed: {' on '.join(case)}: {text.strip().splitlines()[-1]}" for case, text in self.failed.items()),
+            *(f"failed: {' on '.join(case)}: {_error(text)}" for case, text in self.failed.items()),
         ]
+
+
+def _error(text: str) -> str:
+    """The line of a traceback that names the error."""
+    return next(line for line in reversed(text.splitlines()) if line and not line.startswith(" "))
 
 
 if __name__ == "__main__":
