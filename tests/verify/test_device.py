@@ -1,4 +1,4 @@
-"""The lockstep runs on the device that is asked for: on meta, where a tensor that was made elsewhere does not fit in."""
+"""The lockstep runs on the device that is asked for: on meta, where a tensor that was made elsewhere does not fit."""
 
 from __future__ import annotations
 
