@@ -62,7 +62,8 @@ def one(rule: str, seed: int) -> list[Row]:
     try:
         held = search(rule, EXAMPLES, ROWS, seed * EXAMPLES).combinations
     except Exception as error:  # whatever goes wrong belongs into the log
-        failure = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        several = getattr(error, "exceptions", (error,))  # hypothesis tells different failures apart
+        failure = "\n".join(f"{type(e).__name__}: {e}\n" + "\n".join(getattr(e, "__notes__", [])) for e in several)
     spent = round(time.process_time() - begin, 2)
     known = dict(rule=rule, seed=seed, examples=EXAMPLES, torch=torch.__version__)
     return [known | dict(rows=held, failure=failure, seconds=spent)]

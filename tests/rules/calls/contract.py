@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import strategies as st
 
-from tests.rules.case import Case, bools, case, f, ints
+from tests.rules.case import Case, bools, case, f, ints, value
 from tests.rules.draw import Calls, Draw, among, calls, chance, number, several, sizes, smaller
 
 
@@ -79,9 +81,11 @@ def over_one_dim(draw: Draw, op: str) -> Case:
 
 
 def variance(draw: Draw, op: str) -> Case:
+    """Of more elements than the correction takes away."""
     x = f(*sizes(draw, 1, 3, low=1))
     dims = None if chance(draw, 6) else several(draw, len(x.sizes))
-    return case(op, x, dims, correction=draw(st.sampled_from([0, 1, 2])), keepdim=draw(BOOL))
+    count = math.prod(value(x.sizes[d]) for d in (range(len(x.sizes)) if dims is None else dims))
+    return case(op, x, dims, correction=draw(st.integers(0, min(count - 1, 2))), keepdim=draw(BOOL))
 
 
 def variance_of_dims(draw: Draw, op: str) -> Case:
