@@ -45,7 +45,8 @@ def rows(
         found.append(Row(tuple(I if flow else R for flow in flows), I))
     found += _partial(signature, flows)
     for factor in signature.factors:
-        if _divides(signature, factor, ranks, taken, symbols):
+        at_once = factor in signature.together and (batch is None or len(signature.together) > 1)
+        if not at_once and _divides(signature, factor, ranks, taken, symbols):
             majors = [None] if batch is None else _majors(signature.sizes[factor], batch)
             found += [row for major in majors for row in _sharded(signature, factor, taken, flows, major)]
     if batch is not None and all(_divides(signature, factor, ranks, taken, symbols) for factor in signature.together):
