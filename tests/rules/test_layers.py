@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
+import ndcompile as nd
 from ndcompile.errors import CompileError
 from ndcompile.placement import I, P, R, S
 from ndcompile.rules.registry import signature
@@ -83,3 +85,23 @@ def test_a_dense_mask_of_each_sample_is_sharded_with_the_batch_beside_documents_
     call = case("runtime.attention_with_dropout", *tensors, f(4, 1, 3, 3), 0.4, key, 3, documents=ints(4, 3, high=2))
     found = {row.operands[:4] for rows in call.trial().check(2) for row in rows if row.output == S(0)}
     assert found == {(S(0), S(0), S(0), S(0))}
+
+
+class Attends(nn.Module):
+    """Each token to all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.one(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads)
+
+
+def test_an_axis_that_does_not_communicate_for_attention_shards_none_of_its_sequences() -> None:
+    """Queries alone were sharded on tp, which the checks refuse."""
+    graph = nd.compile(Attends(), "", torch.zeros(3, 5, 8), dynamic_dims={"x": {0: "b", 1: "s"}}).folded.graph
+    [node] = [n for n in graph.nodes if "attention" in str(n.target)]
+    bound = signature(node)
+    assert bound.together and not {row.factor for row in rows(bound, 1)} & bound.together
