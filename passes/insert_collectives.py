@@ -226,9 +226,10 @@ def _convert_operands(inserter: _Inserter, node: fx.Node) -> None:
 def _convert_results(inserter: _Inserter, graph: fx.GraphModule) -> None:
     """Results in the layouts of the contract; one sharded on its batch takes outside gradients as a mean of ranks."""
     output, mesh = graph.graph.output_node(), inserter.mesh
-    ends = {n.meta["segment"]: n.meta["block"] for n in graph.graph.nodes if n.meta.get("segment") is not None}
+    cut = [n for n in graph.graph.nodes if n.meta.get("segment") is not None]
+    ends = {n.meta["segment"]: bool(n.meta["block"]) or in_run(n) for n in cut}
     last = max(ends, default=0)
-    last += 0.5 if ends.get(last) else 0  # a block at the end is left before its results are converted
+    last += 0.5 if ends.get(last) else 0  # a block or a run at the end is left before its results are converted
     output.meta |= dict(segment=last, block="", kind=None, module="", source=None)
     data = tuple(a for a in mesh.names if KINDS[mesh[a].kind].shards_batch)
     layouts = iter(output.meta["wanted"])

@@ -83,5 +83,8 @@ def _replace(graph: fx.GraphModule, node: fx.Node, key: fx.Node, site: int) -> N
         else:
             new = graph.graph.call_function(runtime.dropout, (given["input"], given["p"], key, site))
     new.meta = dict(node.meta)
+    for size in graph.graph.nodes:  # a count of the node's elements is one of the new node's
+        if size.meta.get("of", (None,))[0] is node:
+            size.meta["of"] = (new, *size.meta["of"][1:])
     node.replace_all_uses_with(new)
     graph.graph.erase_node(node)

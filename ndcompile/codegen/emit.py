@@ -249,16 +249,22 @@ class _Emitter:
         return lines
 
     def _measure(self, segment: Segment, names: Mapping[fx.Node, str], symbol: str) -> str:
-        for value in segment.inputs:
-            for dim, size in enumerate(value.meta["sizes"]):
-                if str(size) != symbol:
-                    continue
-                axes = value.meta["layout"].dims[dim]
-                data = [a.name for a in self.mesh.axes if a.kind.startswith("dp_")]
-                text = f"{names[value]}.shape[{dim}]"
-                if symbol == "b":
-                    return text if axes or not data else " // ".join([text, *(f"{axis_name((a,))}.size" for a in data)])
-                return " * ".join([text, *(f"{axis_name((a,))}.size" for a in axes)])
+        """From an input's dim of that size, or of a multiple of it."""
+        found = [
+            (times, value, dim)
+            for value in segment.inputs
+            for dim, size in enumerate(value.meta["sizes"])
+            if (times := _times(size, symbol))
+        ]
+        if found:
+            times, value, dim = min(found, key=lambda way: way[0])
+            axes = value.meta["layout"].dims[dim]
+            data = [a.name for a in self.mesh.axes if a.kind.startswith("dp_")]
+            text, less = f"{names[value]}.shape[{dim}]", [str(times)] if times > 1 else []
+            if symbol == "b":
+                less += [] if axes or not data else [f"{axis_name((a,))}.size" for a in data]
+                return " // ".join([text, *less])
+            return " // ".join([" * ".join([text, *(f"{axis_name((a,))}.size" for a in axes)]), *less])
         raise AssertionError(f"segment {segment.number} needs the size {symbol}, which none of its inputs has")
 
     # ---- the root ------------------------------------------------------------------------------------------------
@@ -558,6 +564,14 @@ def _slices(blocks: list[str]) -> list[tuple[str, int, int, int]]:
                 continue
         found.append((path, number, number + 1, 1))
     return found
+
+
+def _times(size: Any, symbol: str) -> int:
+    """How often a size is a symbol; 0 if it is no multiple of it."""
+    if isinstance(size, int) or [str(s) for s in size.free_symbols] != [symbol]:
+        return 0
+    rest = size / next(iter(size.free_symbols))
+    return int(rest) if rest.is_Integer else 0
 
 
 def _commented(code: str, comment: str) -> str:

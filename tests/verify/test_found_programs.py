@@ -26,6 +26,10 @@ CARRIED = Body(
 DROPPED = Body(
     "Dropped", ("x",), (), (Statement((), "v = x + F.dropout(x, 0.5, self.training)"),), "v.permute(0, 1, 2)"
 )
+SAME = Body("Same", ("x",), (), (), "x")
+VIEWED = Body(
+    "Viewed", ("x",), ("self.a = nn.Linear(8, 8)",), (), "self.a(x).view(x.shape[0], x.shape[1], 2, 4).flatten(2)"
+)
 WITHOUT_GRADIENT = Body(
     "WithoutGradient", ("x",), (), (Statement((), "with torch.no_grad():\n    v = x.softmax(1)"),), "x + v"
 )
@@ -108,6 +112,14 @@ FOUND = {
     ),
     "a change in place after dropout that drops nothing": Found(
         "y = self.m(x)\nz = F.dropout(y, 0.0, True)\nz[:, -1] = 0\ny.tanh()", mesh="tp=2"
+    ),
+    "a mean of what dropout gives": Found("F.dropout(self.m(x), 0.5, self.training).mean()"),
+    "a run of blocks at the end": Found(
+        "y = self.m(x)\nz = y\nfor block in self.blocks:\n    z = block(z) + y\nz", blocks("Same"), parts=(SAME,)
+    ),
+    "blocks of a doubled sequence": Found(
+        "y = torch.cat([self.m(x), x], 1)\nfor block in self.blocks:\n    y = y + block(y)\ny",
+        blocks("Viewed"), "tp=2", parts=(VIEWED,),
     ),
     "a no-grad region in a block": Found(
         "self.blocks[0](self.m(x))", blocks("WithoutGradient", 1), "tp=2", parts=(WITHOUT_GRADIENT,)
