@@ -127,6 +127,7 @@ def _efficient_backward(
     bias, lse = _bias(q, k, allowed, multiple=8), _none_for_nothing(allowed, lse)
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # the kernel reads 32 at a time
     none = _no_random_state(q)
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel takes the heads of a token to be neighbours
     found = op(
         gradient, q, *_repeated(q, k, v), bias, out, lse, none, none, 0.0, [True, True, True, False], call.causal,
         scale=call.scale,
