@@ -127,7 +127,8 @@ def run_alone(callee: nn.Module, model: nn.Module, sketch: Sketch) -> list[Tenso
 
     held = copy.deepcopy(model.state_dict())
     wide = model.double()
-    batch = {k: v.double() if v.is_floating_point() else v for k, v in inputs(sketch, sketch.sizes | {"b": 4}, 1).items()}
+    given = inputs(sketch, sketch.sizes | {"b": 4}, 1)
+    batch = {name: x.double() if x.is_floating_point() else x for name, x in given.items()}
     torch.manual_seed(0)
     with Widened():
         found = [x for x in pytree.tree_leaves(callee(**batch)) if isinstance(x, Tensor)]
