@@ -277,6 +277,9 @@ def deduce(node: fx.Node, bound: Any, axis: str, given: list[Placement], grads: 
     known = {factor for dims in bound.operands for factors in dims for factor in factors}
     taken = node.meta.get("taken", {}).get(axis, {})
     born = {S(d) for d, dims in enumerate(bound.output) if dims and _uncut(bound, dims, taken) not in known}
+    made = node.meta["layout"].on(axis)
+    if made.within and S(made.dim) in born:
+        born.add(made)  # no place in it is told from another
     return {I} if kinds == {"I"} else {R, *born}
 
 

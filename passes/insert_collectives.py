@@ -87,9 +87,11 @@ class _Inserter:
             for axis in axes:
                 if _balanced(value, dim, (axis,), self.mesh):
                     start, there = value, _detour(value, axis, dim, self.mesh)
-                    moves = (Move((axis,), S(dim), there), Move((axis,), there, S(dim)))
-                    value = self._chain(value, moves[:1], before, bucket=False)
-                    value = self._chain(value, moves[1:], before, bucket=False, natural=True)
+                    inner, whole = axes[axes.index(axis) + 1 :], I if value.meta["grad"] else R
+                    aside = [Move((a,), S(dim), whole) for a in reversed(inner)]
+                    value = self._chain(value, (*aside, Move((axis,), S(dim), there)), before, bucket=False)
+                    value = self._chain(value, (Move((axis,), there, S(dim)),), before, bucket=False, natural=True)
+                    value = self._chain(value, tuple(Move((a,), whole, S(dim)) for a in inner), before, bucket=False)
                     for node in _chain_of(value, start):
                         node.meta |= {k: before.meta.get(k) for k in PLACE}
         return value
