@@ -159,10 +159,11 @@ def number_range(graph: fx.GraphModule, node: fx.Node) -> tuple[int, int | None]
     """Below which number an integer input must be, and the number that means "ignore", from what uses it.
 
     A use as ids of a table bounds it by the table's rows, one as targets by the classes; otherwise it is 0 or 1, and
-    one number by itself from 1 to 9.
+    one number by itself from 1 to 9. What is looked up anywhere has no number that means "ignore".
     """
     bounds: list[int] = []
     ignored: int | None = None
+    looked_up = False
     seen, front = {node}, [node]
     while front:
         value = front.pop()
@@ -170,13 +171,14 @@ def number_range(graph: fx.GraphModule, node: fx.Node) -> tuple[int, int | None]
             name = op_name(user.target) if user.op == "call_function" else ""
             if name == "aten.embedding.default" and arguments(user)["indices"] is value:
                 bounds.append(int(arguments(user)["weight"].meta["sizes"][0]))
+                looked_up = True
             elif name == "runtime.cross_entropy" and arguments(user)["target"] is value:
                 bounds.append(int(arguments(user)["logits"].meta["sizes"][1]))
                 ignored = arguments(user)["ignore_index"]
             elif user not in seen and "dtype" in user.meta and name.split(".")[-2:-1] and _keeps(name):
                 seen.add(user)
                 front.append(user)
-    return min(bounds, default=2 if node.meta["sizes"] else 10), ignored
+    return min(bounds, default=2 if node.meta["sizes"] else 10), None if looked_up else ignored
 
 
 def _keeps(name: str) -> bool:

@@ -240,9 +240,9 @@ def page(rows: Mapping[str, Row]) -> str:
 HEAD = """# Models
 
 Every model of `tests/equivalence` as it comes, small, on every mesh of 2, 4 and 8 ranks of up to three axes
-(`dp_replicate`, `dp_shard`, `cp` of 2 and 4, `tp`: 33 meshes; for some models those of 2 and 4 ranks: 14) that fits,
-against one device on the global batch, in float64 mode: [equivalence.md](equivalence.md) says how that is measured. In
-each sample another number of tokens is masked.
+(`dp_replicate`, `dp_shard`, `cp` of 2 and 4, `tp`: 33 meshes; for some models those of 2 and 4 ranks without `cp`:
+9) that fits, against one device on the global batch, in float64 mode: [equivalence.md](equivalence.md) says how that is
+measured. In each sample another number of tokens is masked.
 
 `python -m tests.equivalence.models` ran it and wrote this page; the figures of each mesh are in
 [models.json](models.json). A figure is the largest distance over meshes, ranks and two steps of clipped AdamW; the

@@ -20,10 +20,10 @@ WIDE = (
     zoo.ZOO.keys() | torch_nn.TORCH_NN.keys()
     | {"GPT-2", "GPT-2 with dropout", "GPT-2 over 50,257", "Llama, one KV head", "Qwen3", "Mistral", "Phi-3", "Gemma-2"}
     | {"BERT", "BERT, padded", "ALBERT", "T5", "T5 with dropout", "ResNet", "ViT", "Mixtral"}
-    | {"Mixtral, balanced, padded", "Mistral, packed"}
+    | {"Mixtral, balanced, padded", "Mistral, packed", "Llama, packed"}
     | {"fused attention", "pooled", "shared block", "gated", "towers", "nn.LSTM"}
 )  # fmt: skip
-"""Models that the command of `models` runs on 8 ranks too; the others on 2 and 4."""
+"""Models that the command of `models` runs on 8 ranks too, and over `cp`; the others on 2 and 4 without it."""
 
 
 def has_sequence(name: str) -> bool:
@@ -33,7 +33,9 @@ def has_sequence(name: str) -> bool:
 
 def meshes_of(name: str) -> list[str]:
     """All meshes on which `models` runs a model."""
-    return [mesh for world_size in WORLDS if world_size < 8 or name in WIDE for mesh in meshes(world_size)]
+    if name in WIDE:
+        return [mesh for world_size in WORLDS for mesh in meshes(world_size)]
+    return [mesh for world_size in WORLDS[:2] for mesh in meshes(world_size, WITHOUT_CP)]
 
 
 LONGEST_CP = 4
