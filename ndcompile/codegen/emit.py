@@ -262,7 +262,7 @@ class _Emitter:
             data = [a.name for a in self.mesh.axes if a.kind.startswith("dp_")]
             text, less = f"{names[value]}.shape[{dim}]", [str(times)] if times > 1 else []
             if symbol == "b":
-                less += [] if axes or not data else [f"{axis_name((a,))}.size" for a in data]
+                less += [f"{axis_name((a,))}.size" for a in data if a not in axes]
                 return " // ".join([text, *less])
             return " // ".join([" * ".join([text, *(f"{axis_name((a,))}.size" for a in axes)]), *less])
         raise AssertionError(f"segment {segment.number} needs the size {symbol}, which none of its inputs has")

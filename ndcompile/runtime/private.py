@@ -149,6 +149,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def after_backward(function: Callable[[], None]) -> None:
+    """Call it when the backward pass that is running in this thread has ended; nothing is done outside of one."""
+    if in_backward():
+        torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 def storage_id(x: Tensor) -> int | None:
     """What two tensors have in common exactly if they share memory; none for a DTensor."""
     return None if is_distributed(x) else x.untyped_storage()._cdata

@@ -162,6 +162,7 @@ class Bucket:
     def _prefetch_back(self) -> None:
         if self.previous is not None and any(use.waiting for use in self.previous._uses):
             self.previous._start()
+            private.after_backward(self.previous.release)  # which need not come to it: a result may be detached
 
     def _reduced(self, which: list[int], gradients: list[Tensor]) -> list[Tensor]:
         """The gradients after their collectives, as local tensors in the parameters' dtypes."""

@@ -99,13 +99,15 @@ def _tensor(difference: str) -> str:
 
 def _zeros(program: nd.Program, model: nn.Module) -> set[str]:
     """The tensors that are 0 by mathematics, as the gradient of what a softmax takes off: all of their elements are 0
-    in the prime field. In float64 they are rounding alone, which has no distance of its own size from itself.
+    in the prime field. In float64 they are rounding alone, which has no distance of its own size from itself; so is what
+    a step makes of them, added to a parameter.
     """
     domain = Field(0)
     step = on_one_device(program, draw(program, domain, model), domain)[0]
     named = {f"result {i}": y for i, y in enumerate(step.results[0]) if isinstance(y, Tensor)}
     named |= {f"gradient of {name}": g for name, g in step.gradients.items() if g is not None}
     found = {name for name, value in named.items() if not value.any()}
+    found |= {f"{name.removeprefix('gradient of ')} after it" for name in found}
     return found | ({"gradient norm"} if all(g is None or not g.any() for g in step.gradients.values()) else set())
 
 

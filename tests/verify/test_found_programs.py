@@ -34,6 +34,12 @@ WITHOUT_GRADIENT = Body(
     "WithoutGradient", ("x",), (), (Statement((), "with torch.no_grad():\n    v = x.softmax(1)"),), "x + v"
 )
 
+DETACHED = Body(
+    "Detached", ("x",), ("self.a = nn.LayerNorm(8)",),
+    (Statement((), "y = self.a(x)\nwith torch.no_grad():\n    v = y.softmax(1)"),), "x + v",
+)  # fmt: skip
+NORM = Body("Norm", ("x",), ("self.a = nn.BatchNorm1d(4)",), (), "self.a(x)")
+
 
 @dataclass(frozen=True)
 class Found:
@@ -123,6 +129,15 @@ FOUND = {
     ),
     "a no-grad region in a block": Found(
         "self.blocks[0](self.m(x))", blocks("WithoutGradient", 1), "tp=2", parts=(WITHOUT_GRADIENT,)
+    ),
+    "weights of a block that backward does not come to": Found(
+        "y = self.m(x)\nfor block in self.blocks:\n    y = block(y)\nself.e(y)",
+        (*blocks("Detached", 1), "self.e = nn.Linear(8, 8)"), parts=(DETACHED,),
+    ),
+    "the batch where one data axis is partial": Found(
+        "for block in self.blocks:\n    x = block(x)\nx",
+        ("self.blocks = nn.ModuleList(Norm() for _ in range(2))",), "dp_replicate=4, dp_shard=2",
+        (Input("x", ("b", 4)),), (NORM,),
     ),
     "places that are listed, of a gradient": Found("self.m(x)[:, :, [0, 3, 3]]"),
     "no gradient at all": Found("y = self.m(x)\nx.masked_fill(y.mean() > 0.5, 0.0)", mesh="tp=2"),
