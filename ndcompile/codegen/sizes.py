@@ -15,7 +15,7 @@ from ndcompile.codegen.written import written
 from ndcompile.mesh import MeshSpec
 from ndcompile.rules.notation import Signature
 from ndcompile.rules.registry import arguments, op_name, operands
-from ndcompile.size import ONE
+from ndcompile.size import ONE, Size
 
 Element = tuple[str, int | str]
 """A dim of a node, or a factor of its rule."""
@@ -42,6 +42,8 @@ class SizeFacts:
     equal: list[tuple[str, str]]
     least: list[tuple[str, int]]
     """Below which number a text may not be, since a place in the dim is written as one."""
+    full: list[tuple[str, tuple[str, ...]]]
+    """Texts of factors that have one element on each rank of these axes, since what is minor to them is sharded too."""
 
 
 @dataclass
@@ -160,7 +162,26 @@ class SizeNames:
                     equal.add((also, name))
             equal |= set(self._sums(node, dims))
         least = [found for node in graph.graph.nodes for found in self._reached(node)]
-        return SizeFacts(dict(self.table), dims, sorted(pair for pair in equal if pair[0] != pair[1]), least)
+        full = sorted({found for node in graph.graph.nodes for found in self._full(node)})
+        return SizeFacts(dict(self.table), dims, sorted(pair for pair in equal if pair[0] != pair[1]), least, full)
+
+    def _full(self, node: fx.Node) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Of dims made of several factors: those which axes fill, while others shard a factor behind them."""
+        signature = self.factors.get(node.name)
+        if signature is None:
+            return
+        for value, dims in zip([*operands(node), node], [*signature.operands, signature.output], strict=True):
+            layout = value.meta["layout"]
+            for factors, axes in zip(dims, layout.dims, strict=True):
+                left = [a for a in axes if not layout.on(a).within]
+                for factor in factors if len(factors) > 1 else ():
+                    size = signature.sizes[factor]
+                    ends = [i for i in range(1, len(left)) if size == Size(self.mesh.size(*left[:i]))]
+                    if ends:
+                        yield self._factor(node, factor), tuple(left[: ends[0]])
+                        left = left[ends[0] :]
+                    elif size != ONE:
+                        break
 
     def _reached(self, node: fx.Node) -> Iterator[tuple[str, int]]:
         """The ends of slices that are written as numbers; a table of positions has room for short sequences."""

@@ -2,8 +2,9 @@
 
 The emitted text holds no size but by name, and no rank. So the text of a program for 8,192 ranks runs on 16 as it is,
 once the line that names the mesh and the table of sizes have other numbers. Which numbers will do is known from the
-graph: a dim that an op takes as a product of others is that product, a dim that an axis cuts evenly is cut evenly, and
-one that it does not is not. Of a run of equal blocks three are kept: the first, one in the middle, and its successor.
+graph: a dim that an op takes as a product of others is that product, a dim that an axis cuts evenly is cut evenly, one
+that it does not is not, and one that axes fill, so that others shard what is minor to it, is full. Of a run of equal
+blocks three are kept: the first, one in the middle, and its successor.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ def tables(program: Program, mesh: MeshSpec, alone: SizeFacts) -> Iterator[dict[
     rules = list(_cuts(program, facts, mesh))
     for each in (facts, alone):
         rules += [*_equalities(each), *_halves(each), *_ends(each)]
+    rules += _full(facts, mesh)
     yield from _search(names, real, rules, {})
 
 
@@ -173,6 +175,20 @@ def _ends(facts: SizeFacts) -> Iterator[_Rule]:
             return bool(size(table) >= number)
 
         yield _Rule(frozenset(_words(text)), holds)
+
+
+def _full(facts: SizeFacts, mesh: MeshSpec) -> Iterator[_Rule]:
+    """A factor that axes fill stays full: else a rank's part of what is minor to it would not lie in one piece."""
+    for text, axes in facts.full:
+        size, ranks = _number(text), mesh.size(*axes)
+
+        def holds(table: Mapping[str, int], size: Any = size, ranks: int = ranks) -> bool:
+            return bool(size(table) == ranks)
+
+        def value(_: Mapping[str, int], ranks: int = ranks) -> int:
+            return ranks
+
+        yield _Rule(frozenset(_words(text)), holds, text, value)
 
 
 def _search(

@@ -16,6 +16,7 @@ import ndcompile as nd
 from ndcompile.program import Program
 from ndcompile.verify.execute import round_trip
 from ndcompile.verify.shrink import shrink
+from tests.equivalence.registry import MODELS
 from tests.test_large import llama, of_405b
 
 
@@ -60,6 +61,22 @@ def test_405b_on_8192_ranks_is_equal_to_one_device_in_a_prime_field() -> None:
     assert all(claim.held for claim in report.claims)
     assert "16 ranks" in claims["equal over F_p"].evidence[0] and "without 123 blocks" in report.sizes[0]
     assert time.process_time() - begin < 60
+
+
+def test_heads_that_an_axis_fills_stay_so() -> None:
+    """4 heads of keys on tp.0=4, their copies on tp.1=2: a rank has one head, and a part of its copies."""
+    program = nd.compile(MODELS["llama"](8)[0], "dp_shard=32, tp=8")
+    assert "tp.0=4, tp.1=2" in str(program.mesh)
+    for ranks in ({}, {"tp.1": 3}):
+        small = next(shrink(program, ranks))
+        assert small.named["kv_heads"] == small.mesh.size("tp.0") and small.named["heads"] > 4
+    assert nd.verify(program, seeds=1, microbatches=1).equal
+
+
+def test_context_that_many_ranks_share_is_verified_on_two() -> None:
+    program = nd.compile(MODELS["llama"](8)[0], "dp_shard=16, cp=16")
+    report = nd.verify(program, seeds=1, microbatches=1)
+    assert report.equal and "dp_shard=2, cp=2" in report.sizes[0]
 
 
 BUGS = {
