@@ -13,7 +13,7 @@ from torch import fx
 from ndcompile.axes import KINDS, AxisKind
 from ndcompile.choose import Edge, Problem
 from ndcompile.cost import BUS, NOMINAL, conversion_bytes, conversion_time, op_time
-from ndcompile.fold import repeat_of
+from ndcompile.fold import in_run, repeat_of
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import I, Placement, R, S
 from ndcompile.rules.notation import Signature
@@ -73,8 +73,9 @@ def problem_on(state: State, kind: AxisKind, ranks: int) -> Problem:
 
 
 def key_of(node: fx.Node) -> Any:
-    """Nodes that stand at the same place of equal blocks have one key, and so one choice."""
-    return node.meta["alias"] if node.meta.get("block") or node.meta.get("role") else node.name
+    """Nodes that stand at the same place of equal blocks, or of two rounds of a run, have one key, and so one choice."""
+    repeats = node.meta.get("block") or in_run(node)
+    return node.meta["alias"] if repeats or node.meta.get("role") else node.name
 
 
 def _add(problem: Problem, node: fx.Node, options: list[Row], costs: list[float]) -> None:

@@ -38,6 +38,9 @@ DETACHED = Body(
     "Detached", ("x",), ("self.a = nn.LayerNorm(8)",),
     (Statement((), "y = self.a(x)\nwith torch.no_grad():\n    v = y.softmax(1)"),), "x + v",
 )  # fmt: skip
+WIDER = Body(
+    "Wider", ("x",), ("self.a = nn.Linear(3, 24)", "self.b = nn.Linear(24, 3)"), (), "x + self.b(self.a(x).relu())"
+)
 NORM = Body("Norm", ("x",), ("self.a = nn.BatchNorm1d(4)",), (), "self.a(x)")
 
 
@@ -129,6 +132,10 @@ FOUND = {
     ),
     "a no-grad region in a block": Found(
         "self.blocks[0](self.m(x))", blocks("WithoutGradient", 1), "tp=2", parts=(WITHOUT_GRADIENT,)
+    ),
+    "what stands between blocks, in two layouts": Found(
+        "y = self.e(x)\nz = y\nfor block in self.blocks:\n    z = block(z) + y\nz",
+        ("self.e = nn.Linear(8, 3)", "self.blocks = nn.ModuleList(Wider() for _ in range(3))"), "tp=2", parts=(WIDER,),
     ),
     "weights of a block that backward does not come to": Found(
         "y = self.m(x)\nfor block in self.blocks:\n    y = block(y)\nself.e(y)",
