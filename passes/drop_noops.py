@@ -47,11 +47,10 @@ def drop_noops(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_impure(node: fx.Node) -> bool:
-    """fx keeps what draws random numbers, with all that leads to it; here draws depend on their place alone."""
-    return node.is_impure() and node.target not in DROPOUT
-
-
-DROPOUT = (aten.dropout.default, aten.feature_dropout.default)
+    """fx keeps what may draw random numbers (attention too), with all that leads to it; here draws depend on their
+    place alone.
+    """
+    return node.is_impure() and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
 
 
 def is_noop(node: fx.Node) -> bool:

@@ -274,7 +274,7 @@ class SizeNames:
         if not size.divides_by(self.mesh.size(*axes)):
             return f"{axis_name((axes[0],))}.part({self.whole(node, dim)})"
         data = {a.name for a in self.mesh.axes if a.kind.startswith("dp_")}
-        if "b" in size.symbols and data <= set(axes):
+        if size.symbols.count("b") == 1 and data <= set(axes):
             text, axes = written(node.meta["sizes"][dim]), tuple(a for a in axes if a not in data)
         else:
             text = self.whole(node, dim)

@@ -41,6 +41,11 @@ DETACHED = Body(
 WIDER = Body(
     "Wider", ("x",), ("self.a = nn.Linear(3, 24)", "self.b = nn.Linear(24, 3)"), (), "x + self.b(self.a(x).relu())"
 )
+ATTENDS = Body(
+    "Attends", ("x",), ("self.a = nn.Linear(8, 8)",),
+    (Statement((), "q = self.a(x).unflatten(-1, (4, 2)).transpose(1, 2)"),),
+    "x + F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)",
+)  # fmt: skip
 NORM = Body("Norm", ("x",), ("self.a = nn.BatchNorm1d(4)",), (), "self.a(x)")
 
 
@@ -136,6 +141,13 @@ FOUND = {
     "what stands between blocks, in two layouts": Found(
         "y = self.e(x)\nz = y\nfor block in self.blocks:\n    z = block(z) + y\nz",
         ("self.e = nn.Linear(8, 3)", "self.blocks = nn.ModuleList(Wider() for _ in range(3))"), "tp=2", parts=(WIDER,),
+    ),
+    "the square of the batch as a size": Found(
+        "b = x.shape[0]\n(x @ x.transpose(-1, -2)).view(b * b)", (), inputs=(Input("x", ("b", 16)),)
+    ),
+    "blocks with attention that nothing reads": Found(
+        "z = self.m(x)\nfor block in self.blocks:\n    z = block(z)\nself.e(x)",
+        (*blocks("Attends"), "self.e = nn.Linear(8, 8)"), "tp=2", parts=(ATTENDS,),
     ),
     "weights of a block that backward does not come to": Found(
         "y = self.m(x)\nfor block in self.blocks:\n    y = block(y)\nself.e(y)",
