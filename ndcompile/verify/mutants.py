@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ndcompile.mesh import MeshSpec
+from ndcompile.mesh import KINDS, MeshSpec
 from ndcompile.placement import BY_NAME, REDUCING
 from ndcompile.verify.reorder import BUCKET, EVERYWHERE, HERE, Reordered, reordered
 from ndcompile.verify.sites import Site
@@ -253,9 +253,10 @@ OPERATORS: dict[str, Operator] = {
 
 REPLACED: dict[str, tuple[tuple[str, str], ...]] = {
     "padding counted": (("!= -100", "!= -101"), ("ignore_index=-100", "ignore_index=-101")),
-    "a local count for a global one": tuple((f" * {a}.size", "") for a in ("dp_shard", "dp_replicate", "tp", "data")),
-    "local size in place of a global one": tuple((f" // {a}.size", "") for a in ("dp_shard", "dp_replicate", "tp")),
-    "a mask that is not causal": ((", 0.0, True", ", 0.0, False"), ("is_causal=True", "is_causal=False")),
+    "a local count for a global one": tuple((f" * {a}.size", "") for a in (*KINDS, "data")),
+    "local size in place of a global one": tuple((f" // {a}.size", "") for a in KINDS),
+    "a mask that is not causal": ((", 0.0, True", ", 0.0, False"), ("causal=True", "causal=False")),
+    "two chunks as one part": ((", balanced=True", ""), (", balanced_target=True", "")),
 }
 """Operators on what is no call: pieces of text, each occurrence a site."""
 
