@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ndcompile.autocast import Autocast, casts
 from ndcompile.borders import Borders, blocks_of, first_names
+from ndcompile.counts import COUNTS, count_places
 from ndcompile.errors import CompileError
 from ndcompile.fold import NotFollowed, fold
 from ndcompile.functional import make_functional
@@ -73,6 +74,7 @@ def capture(
     except NotFollowed:
         exported, names = _traced(model, twin, constants, autocast, pinned or {}, given, once=False)
     graph = exported.graph_module
+    count_places(graph)
     _refuse_values(graph)
     if float64:
         widen_casts(graph)
@@ -327,10 +329,11 @@ def _refuse_values(graph: fx.GraphModule) -> None:
                 why="it would be that of the part that a rank holds, and is not known before",
                 tries="the tensor itself, without .item()",
             )
-        counted = node.target is torch.ops.aten.bincount.default  # torch 2.11 gives its result a size
+        counted = node.target in COUNTS
         if isinstance(value, Tensor) and (counted or free_unbacked_symbols(value)):
+            name = "aten.bincount.default" if counted else node.target
             raise CompileError(
-                f"the shape of {node.target}'s result depends on the values of tensors",
+                f"the shape of {name}'s result depends on the values of tensors",
                 node=f"%{node.name}   {_module_path(node)}".rstrip(),
                 source=_source(node),
                 why="the parts that ranks hold must have sizes that are known before",

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ndcompile.counts import CALLS, bincount
 from ndcompile.errors import CompileError
 
 
@@ -125,6 +126,8 @@ class WhereInputsAre(TorchFunctionMode):
             return function(args[0], _listed_places(args[1]))
         if function is F.cross_entropy:
             return _cross_entropy(*args, **kwargs)
+        if function in CALLS:
+            return bincount(*args, **kwargs)
         if device is None and function in FACTORIES:
             return function(*args, **kwargs | {"device": "meta"})
         return function(*args, **kwargs)
