@@ -198,7 +198,12 @@ class _Emitter:
         body = [self._statement(writer, node, i, last, used) for i, node in enumerate(nodes)]
         self.axes |= writer.axes
         result = ", ".join(names[v] for v in segment.outputs) or "None"
-        return parameters, self._measures(segment, names, body) + body, result
+        wanted = self._wanted(body)
+        if missing := [symbol for symbol in wanted if not _ways(segment.inputs, symbol)]:
+            self._lend(segment, missing[0])
+            return self._function(segment)
+        measures = [f"{symbol} = {self._measure(segment, names, symbol)}" for symbol in wanted]
+        return parameters, measures + body, result
 
     def _global_names(self) -> set[str]:
         return {axis_name((a,)) for a in self.mesh.names} | set(self.sizes.table) | {"data", *self.symbols}
@@ -239,33 +244,31 @@ class _Emitter:
         source = (node.meta.get("source") or "").split("   ")[0]
         return "   ".join(part for part in (shown, source) if part)
 
-    def _measures(self, segment: Segment, names: Mapping[fx.Node, str], body: list[str]) -> list[str]:
-        """`b`, `s` and other symbols from the inputs: this rank's batch, and whole sequences."""
+    def _wanted(self, body: list[str]) -> list[str]:
+        """`b`, `s` and other symbols that a body names."""
         code = "\n".join(line.split("  # ")[0] for line in body)
-        wanted = [symbol for symbol in self.symbols if re.search(rf"(?<![\w.]){symbol}(?![\w(])", code)]
-        lines = []
-        for symbol in wanted:
-            lines.append(f"{symbol} = " + self._measure(segment, names, symbol))
-        return lines
+        return [symbol for symbol in self.symbols if re.search(rf"(?<![\w.]){symbol}(?![\w(])", code)]
 
     def _measure(self, segment: Segment, names: Mapping[fx.Node, str], symbol: str) -> str:
-        """From an input's dim of that size, or of a multiple of it."""
-        found = [
-            (times, value, dim)
-            for value in segment.inputs
-            for dim, size in enumerate(value.meta["sizes"])
-            if (times := _times(size, symbol))
-        ]
-        if found:
-            times, value, dim = min(found, key=lambda way: way[0])
-            axes = value.meta["layout"].dims[dim]
-            data = [a.name for a in self.mesh.axes if a.kind.startswith("dp_")]
-            text, less = f"{names[value]}.shape[{dim}]", [str(times)] if times > 1 else []
-            if symbol == "b":
-                less += [f"{axis_name((a,))}.size" for a in data if a not in axes]
-                return " // ".join([text, *less])
-            return " // ".join([" * ".join([text, *(f"{axis_name((a,))}.size" for a in axes)]), *less])
-        raise AssertionError(f"segment {segment.number} needs the size {symbol}, which none of its inputs has")
+        """From an input's dim of that size, or of a multiple of it: this rank's batch, and whole sequences."""
+        times, value, dim = min(_ways(segment.inputs, symbol), key=lambda way: way[0])
+        axes = value.meta["layout"].dims[dim]
+        data = [a.name for a in self.mesh.axes if a.kind.startswith("dp_")]
+        text, less = f"{names[value]}.shape[{dim}]", [str(times)] if times > 1 else []
+        if symbol == "b":
+            less += [f"{axis_name((a,))}.size" for a in data if a not in axes]
+            return " // ".join([text, *less])
+        return " // ".join([" * ".join([text, *(f"{axis_name((a,))}.size" for a in axes)]), *less])
+
+    def _lend(self, segment: Segment, symbol: str) -> None:
+        """A size that no input has, as `s` where all have `s // 2`: whatever has this text takes a model's input too."""
+        inputs = [n for n in self.graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "input"]
+        lender = next((n for n in inputs if _ways([n], symbol)), None)
+        assert lender is not None, f"segment {segment.number} needs the size {symbol}, which no input of the model has"
+        for other in self.segments:
+            twin = other.block and segment.block and other.kind == segment.kind
+            if other is segment or twin or _one_function(segment, other):
+                other.inputs.append(lender)
 
     # ---- the root ------------------------------------------------------------------------------------------------
 
@@ -564,6 +567,12 @@ def _slices(blocks: list[str]) -> list[tuple[str, int, int, int]]:
                 continue
         found.append((path, number, number + 1, 1))
     return found
+
+
+def _ways(values: list[fx.Node], symbol: str) -> list[tuple[int, fx.Node, int]]:
+    """The dims whose size is a multiple of a symbol: how often, of which value, which dim."""
+    dims = ((value, dim, size) for value in values for dim, size in enumerate(value.meta["sizes"]))
+    return [(times, value, dim) for value, dim, size in dims if (times := _times(size, symbol))]
 
 
 def _times(size: Any, symbol: str) -> int:

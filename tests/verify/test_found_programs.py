@@ -142,6 +142,10 @@ FOUND = {
         "y = self.e(x)\nz = y\nfor block in self.blocks:\n    z = block(z) + y\nz",
         ("self.e = nn.Linear(8, 3)", "self.blocks = nn.ModuleList(Wider() for _ in range(3))"), "tp=2", parts=(WIDER,),
     ),
+    "a length less one in blocks": Found(
+        "y = self.m(x)\ny = y[:, 1:] + y[:, :-1]\nfor block in self.blocks:\n    y = block(y)\ny",
+        blocks("Viewed"), "tp=2", parts=(VIEWED,),
+    ),
     "the square of the batch as a size": Found(
         "b = x.shape[0]\n(x @ x.transpose(-1, -2)).view(b * b)", (), inputs=(Input("x", ("b", 16)),)
     ),
