@@ -73,7 +73,7 @@ def problem_on(state: State, kind: AxisKind, ranks: int) -> Problem:
 
 
 def key_of(node: fx.Node) -> Any:
-    """Nodes that stand at the same place of equal blocks, or of two rounds of a run, have one key, and so one choice."""
+    """Nodes at the same place of equal blocks, or of two rounds of a run, have one key, and so one choice."""
     repeats = node.meta.get("block") or in_run(node)
     return node.meta["alias"] if repeats or node.meta.get("role") else node.name
 

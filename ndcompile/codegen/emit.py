@@ -261,7 +261,7 @@ class _Emitter:
         return " // ".join([" * ".join([text, *(f"{axis_name((a,))}.size" for a in axes)]), *less])
 
     def _lend(self, segment: Segment, symbol: str) -> None:
-        """A size that no input has, as `s` where all have `s // 2`: whatever has this text takes a model's input too."""
+        """A size that no input has, as `s` where all have `s // 2`: all of this text take an input of the model too."""
         inputs = [n for n in self.graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "input"]
         lender = next((n for n in inputs if _ways([n], symbol)), None)
         assert lender is not None, f"segment {segment.number} needs the size {symbol}, which no input of the model has"

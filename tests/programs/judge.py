@@ -99,8 +99,8 @@ def _tensor(difference: str) -> str:
 
 def _zeros(program: nd.Program, model: nn.Module) -> set[str]:
     """The tensors that are 0 by mathematics, as the gradient of what a softmax takes off: all of their elements are 0
-    in the prime field. In float64 they are rounding alone, which has no distance of its own size from itself; so is what
-    a step makes of them, added to a parameter.
+    in the prime field. In float64 they are rounding alone, which has no distance of its own size from itself; so is
+    what a step makes of them.
     """
     domain = Field(0)
     step = on_one_device(program, draw(program, domain, model), domain)[0]
