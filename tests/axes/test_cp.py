@@ -64,7 +64,7 @@ def test_each_rank_takes_its_tokens_and_only_attention_communicates() -> None:
     program = nd.compile(Attends(), "cp=2", IDS)
     assert lines(program, "shard(") == ["ids = shard(ids, cp, dim=1, balanced=True)"]
     assert len(lines(program, "context_attention(", "causal=True")) == 1
-    assert [line.partition(" = ")[2] for line in lines(program, "all_reduce")] == [
+    assert [line.partition(" = ")[2] for line in lines(program, " = all_reduce")] == [
         "all_reduce(total_2, cp)", "all_reduce_invariant(loss, cp)",
     ], "how many tokens count, and their sum"  # fmt: skip
     assert not lines(program, "all_gather(")
