@@ -25,7 +25,9 @@ def lower_batch_norms(graph: fx.GraphModule) -> None:
     for node in graph.graph.find_nodes(op="call_function", target=aten.batch_norm.default):
         if arguments(node)["training"]:
             with graph.graph.inserting_before(node):
-                node.replace_all_uses_with(_lowered(Builder(graph.graph, node), arguments(node)))
+                new = _lowered(Builder(graph.graph, node), arguments(node))
+            new.meta["val"] = node.meta["val"]  # the memory that views of it share
+            node.replace_all_uses_with(new)
             graph.graph.erase_node(node)
 
 

@@ -132,6 +132,7 @@ class SizeNames:
 
     def whole(self, node: fx.Node, dim: int) -> str:
         """The global size of a dim."""
+        dim %= len(node.meta["sizes"])
         size = node.meta["sizes"][dim]
         if not isinstance(size, int):
             return self.expression(size)

@@ -22,8 +22,9 @@ class Value:
     value: Tensor
     cotangent: Tensor | None = None
 
-    def keep(self, gradient: Tensor) -> None:
-        self.cotangent = gradient.detach().clone()
+    def keep(self, gradient: Tensor | None) -> None:
+        """A hook of autograd, which also tells it that a value has no gradient."""
+        self.cotangent = None if gradient is None else gradient.detach().clone()
 
 
 @dataclass

@@ -146,6 +146,12 @@ FOUND = {
         "y = self.m(x)\ny = y[:, 1:] + y[:, :-1]\nfor block in self.blocks:\n    y = block(y)\ny",
         blocks("Viewed"), "tp=2", parts=(VIEWED,),
     ),
+    "a change in place of a part of what a batch norm gives": Found(
+        "y = self.n(x)\ny[:, :2].zero_()\ny", ("self.n = nn.BatchNorm1d(8)",), inputs=(Input("x", ("b", 8)),)
+    ),
+    "a mean over dims from the end, of which one is uneven": Found(
+        "self.e(labels).mean(dim=(-2, -1))", ("self.e = nn.Embedding(8, 9)",), "tp=2", IDS_OF
+    ),
     "the square of the batch as a size": Found(
         "b = x.shape[0]\n(x @ x.transpose(-1, -2)).view(b * b)", (), inputs=(Input("x", ("b", 16)),)
     ),
