@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -99,7 +101,7 @@ def test_keys_that_are_repeated_for_each_head_are_sent_once() -> None:
     assert lines(nd.compile(Attends(kv_heads=2), "tp=2", IDS), "expand("), "other meshes leave them to the kernel"
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
     "heads that do not divide": (Attends(3, 3), dict(cp_attention="heads"), "a rank's 3 heads over 3 of keys"),
     "no such way": (Attends(), dict(cp_attention="round"), "cp_attention='round' is no option"),
     "a pin": (Attends(), dict(placements={"q.weight": {"cp": nd.S(0)}}), "the pin 'q.weight' is on axis 'cp'"),
