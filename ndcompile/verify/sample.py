@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ndcompile.axes import KINDS
 from ndcompile.errors import CompileError
+from ndcompile.mesh import MeshSpec
 from ndcompile.program import Program
 from ndcompile.rules.registry import arguments, op_name
 from ndcompile.runtime.manifest import as_dtype
@@ -97,18 +100,24 @@ def draw(
 
 
 def symbol_sizes(program: Program) -> dict[str, int]:
-    """A size for each symbol: two samples for each data rank (three for one, since of 2 the square is the double), and
-    a sequence that all axes divide.
-    """
+    """A size for each symbol: `_samples` for each data rank, and a sequence that all axes divide."""
     from ndcompile.verify.execute import data_ranks
 
-    ranks = data_ranks(program.mesh)
-    found = {"b": 2 * ranks if ranks > 1 else 3}
+    found = {"b": _samples(program.mesh) * data_ranks(program.mesh)}
     symbols = {d for plan in program.manifest.input_plans for d in plan.dims if isinstance(d, str)} - {"b"}
     for number, symbol in enumerate(sorted(symbols)):
         unit = math.lcm(*program.manifest.multiples.get(symbol, {}).values(), 1)
         found[symbol] = unit * max(1, -(-(6 + number) // unit))
     return found
+
+
+def _samples(mesh: MeshSpec) -> int:
+    """How many a data rank has: two, or the next number that is no product of data axes' ranks. Where a program forgot
+    to count these ranks, one sample would be left, which broadcasts. Three for one rank: of 2 the square is the double.
+    """
+    sizes = [a.size for a in mesh.axes if KINDS[a.kind].shards_batch]
+    ranks = {math.prod(some) for count in range(len(sizes) + 1) for some in itertools.combinations(sizes, count)}
+    return next(n for n in itertools.count(2 if ranks > {1} else 3) if n not in ranks)
 
 
 def _input(node: fx.Node, sizes: Mapping[str, int], limit: tuple[int, int | None], domain: Domain) -> Tensor:

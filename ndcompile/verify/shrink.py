@@ -97,7 +97,7 @@ def tables(program: Program, mesh: MeshSpec, alone: SizeFacts) -> Iterator[dict[
     real = alone.table | facts.table
     if any(real[name] != number for name, number in alone.table.items()):
         raise CompileError("the text for one device has a name for another size than the program's text has")
-    names = sorted(_names(facts) | _names(alone), key=lambda name: real[name])
+    names = sorted(_names(facts) | _names(alone), key=lambda name: (real[name], name))
     rules = list(_cuts(program, facts, mesh))
     for each in (facts, alone):
         rules += [*_equalities(each), *_halves(each), *_ends(each)]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import ndcompile as nd
 from ndcompile.checks import CheckError
@@ -62,6 +63,26 @@ def test_all_mutants_that_are_not_equivalent_are_seen(model: str, mesh: str, fir
 def test_every_wrong_conversion_in_a_graph_is_seen_by_the_types(model: str, mesh: str) -> None:
     found = score(judge(model, mesh), graph_mutants(judge(model, mesh).program))
     assert found.total["types"] == sum(found.total.values()) > 5, list(map(str, found.unseen))
+
+
+class SameRows(nn.Module):
+    """Adds a number to each sample, the same one to all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.up(x) + torch.arange(x.shape[0], device=x.device).clamp(max=0).unsqueeze(1)
+        return y
+
+
+@pytest.mark.parametrize("mesh", ["dp_replicate=2, dp_shard=2", "dp_shard=2", "dp_replicate=2, dp_shard=3"])
+def test_a_count_without_the_ranks_of_an_axis_leaves_no_single_sample(mesh: str) -> None:
+    """One sample would broadcast to the others, so that nothing would be wrong."""
+    program = nd.compile(SameRows(), mesh, torch.zeros(12, 6), float64=True)
+    counts = [m for m in mutants(str(program), program.mesh) if m.operator == "a local count for a global one"]
+    assert counts and {Judge(program)(mutant) for mutant in counts} == {"does not run"}
 
 
 def test_tokens_are_masked_where_a_model_looks() -> None:
