@@ -20,7 +20,7 @@ from ndcompile.borders import Borders, blocks_of, first_names
 from ndcompile.counts import COUNTS, count_places
 from ndcompile.errors import CompileError
 from ndcompile.fold import NotFollowed, fold
-from ndcompile.functional import make_functional
+from ndcompile.functional import make_functional, mark_views
 from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
 from ndcompile.literals import write_literals
 from ndcompile.regions import inline_regions
@@ -114,6 +114,7 @@ def _traced(
     write_literals(graph)
     inline_regions(graph, autocast)
     plain = all(node.meta["autocast"] is None for node in graph.graph.nodes)  # casts may differ between rounds
+    mark_views(graph)
     fold(graph, model, pinned, drop=plain)
     return exported, names
 

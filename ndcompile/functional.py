@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 
 from ndcompile import runtime
 from ndcompile.batch_norm import lower_batch_norms
@@ -211,10 +212,31 @@ def _changed(node: fx.Node) -> fx.Node:
 SHARED = "every other name of the tensor would have to change too"
 
 
-def _viewed(node: fx.Node) -> fx.Node | None:
-    """The operand that the node's result shares memory with; dropout that drops nothing returns its input, which the
-    tracer's tensors do not show.
+def mark_views(graph: fx.GraphModule) -> None:
+    """Set `views` of each op: the place among its arguments of the one that its result shares memory with, or None.
+
+    While the traced values are at hand: a copy of a traced block has those of the block, not of its own arguments.
     """
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            viewed, given = _traced_view(node), _given(node)
+            node.meta["views"] = None if viewed is None else given.index(viewed)
+
+
+def _given(node: fx.Node) -> list[fx.Node]:
+    return [v for v in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(v, fx.Node)]
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The operand that the node's result shares memory with."""
+    if "views" not in node.meta:
+        return _traced_view(node)
+    place = node.meta["views"]
+    return None if place is None else _given(node)[place]
+
+
+def _traced_view(node: fx.Node) -> fx.Node | None:
+    """As the traced values show it; dropout that drops nothing returns its input, which they do not show."""
     if node.target is aten.dropout.default and not (node.args[2] and node.args[1]):
         return node.all_input_nodes[0]
     mine = _storage(node)

@@ -46,6 +46,7 @@ ATTENDS = Body(
     (Statement((), "q = self.a(x).unflatten(-1, (4, 2)).transpose(1, 2)"),),
     "x + F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)",
 )  # fmt: skip
+TURNED = Body("Turned", ("x",), ("self.a = nn.Linear(8, 8)",), (Statement((), "x.flatten(0, 1).neg_()"),), "self.a(x)")
 NORM = Body("Norm", ("x",), ("self.a = nn.BatchNorm1d(4)",), (), "self.a(x)")
 
 
@@ -151,6 +152,13 @@ FOUND = {
     ),
     "a mean over dims from the end, of which one is uneven": Found(
         "self.e(labels).mean(dim=(-2, -1))", ("self.e = nn.Embedding(8, 9)",), "tp=2", IDS_OF
+    ),
+    "blocks that change a view of what they take": Found(
+        "y = self.m(x) * 2\nfor block in self.blocks:\n    y = y + block(y)\ny", blocks("Turned", 2), parts=(TURNED,)
+    ),
+    "a change of a part of what equal blocks give": Found(
+        "y = self.m(x)\nfor block in self.blocks:\n    y = block(y)\ny[:, :2].zero_()\ny",
+        blocks("Attends", 2), parts=(ATTENDS,),
     ),
     "the square of the batch as a size": Found(
         "b = x.shape[0]\n(x @ x.transpose(-1, -2)).view(b * b)", (), inputs=(Input("x", ("b", 16)),)
