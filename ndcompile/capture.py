@@ -283,8 +283,14 @@ def _roles(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) -> d
             role = {"b": BATCH, "s": SEQUENCE}.get(symbol) or sympy.Symbol(symbol, positive=True, integer=True)
             if isinstance(expression, sympy.Symbol):
                 found[expression] = role
-            elif symbol != "b":
+            elif symbol != "b" and sympy.sympify(expression).is_Integer:
                 fixed[role] = sympy.Integer(expression)
+            elif symbol != "b":
+                raise CompileError(
+                    f"the length '{symbol}' of input '{node.meta['name']}' is tied to other sizes by the model",
+                    why=f"tracing found it to be {expression}: a number in the model holds for the example's sizes",
+                    tries="use x.size(dim) in the model instead of a number, or leave the dim out of dynamic_dims",
+                )
             else:
                 raise CompileError(
                     f"the batch size of input '{node.meta['name']}' is fixed by the model",

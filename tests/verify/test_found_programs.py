@@ -193,6 +193,16 @@ def test_found_programs_are_equal_now(name: str) -> None:
     assert verdict.kind == "equal", f"{verdict.detail}\n{FOUND[name].sketch()}"
 
 
+def test_lengths_that_a_number_of_the_model_ties_are_refused() -> None:
+    """`math.sqrt` of a length is a number of the example's."""
+    inputs = (*X, Input("y", ("b", "s", 8)))
+    found = Found("z = torch.cat([x, y], 1)\nself.m(z) * math.sqrt(z.shape[1])", mesh="tp=2", inputs=inputs)
+    verdict = judge(found.sketch())
+    assert (verdict.kind, verdict.detail.splitlines()[0]) == (
+        "refused", "the length 's' of input 'x' is tied to other sizes by the model",
+    )  # fmt: skip
+
+
 def test_a_sketch_prints_as_what_runs() -> None:
     sketch = replace(FOUND["one over the batch"].sketch(), pins=(("m.weight", "tp", "nd.S(0)"),))
     assert str(sketch).splitlines()[8:] == [
