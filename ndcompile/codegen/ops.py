@@ -79,7 +79,8 @@ class Writer:
             if "of" in value.meta:
                 of, dims = value.meta["of"]
                 less = f" - {value.meta['less']}" if value.meta.get("less") else ""
-                return f"({' * '.join(_factor(self.sizes.whole(of, dim)) for dim in dims)}{less})"
+                sizes = (self.sizes.whole(of, dim) or str(of.meta["sizes"][dim]) for dim in dims)
+                return f"({' * '.join(map(_factor, sizes))}{less})"
             if "size" in value.meta:
                 text = self.sizes.expression(value.meta["size"])
                 return text if text.isidentifier() else f"({text})"

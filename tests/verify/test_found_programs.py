@@ -198,9 +198,7 @@ def test_lengths_that_a_number_of_the_model_ties_are_refused() -> None:
     inputs = (*X, Input("y", ("b", "s", 8)))
     found = Found("z = torch.cat([x, y], 1)\nself.m(z) * math.sqrt(z.shape[1])", mesh="tp=2", inputs=inputs)
     verdict = judge(found.sketch())
-    assert (verdict.kind, verdict.detail.splitlines()[0]) == (
-        "refused", "the length 's' of input 'x' is tied to other sizes by the model",
-    )  # fmt: skip
+    assert verdict.kind == "refused" and "is tied to other sizes by the model" in verdict.detail.splitlines()[0]
 
 
 def test_a_sketch_prints_as_what_runs() -> None:
