@@ -71,10 +71,8 @@ def test_a_page() -> None:
 def test_a_product_of_axes_again(tmp_path: Path) -> None:
     """One mesh of each model of other libraries: torch.nn's, and some of transformers'."""
     chosen = (
-        "nn.MultiheadAttention",
         "nn.Transformer with dropout",
         "Llama, one KV head",
-        "BERT, padded",
         "ViT",
     )
     check(4, [Case(name, "dp_shard=2, tp=2") for name in chosen], tmp_path)
