@@ -81,7 +81,7 @@ def on_two_ranks() -> dict[str, list[tuple[str, bool | None, str]]]:
     with patched(collectives.PRIMITIVES, "all_gather", turned):
         found["another order"] = [here.payloads(), here.in_the_field(), here.trained(right, "eager")]
     with patched(collectives.PRIMITIVES, "all_reduce", unwaited):
-        found["no wait"] = [here.delays(right, 1, "eager")]
+        found["no wait"] = [here.delays(right, 6, "eager")]  # by luck one run is right
     with (
         patched(collectives.PRIMITIVES, "all_reduce", in_half(reduce)),
         patched(collectives.PRIMITIVES, "reduce_scatter", in_half(scatter)),
