@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ndcompile.errors import CompileError
-from ndcompile.mesh import GATHERED, MeshLike, MeshSpec
+from ndcompile.mesh import GATHERED, MeshLike, MeshSpec, kind_of
 from ndcompile.program import Program
 from ndcompile.runtime import Mesh, Root, State, private, use
 from ndcompile.runtime.agreement import alike, everyones, together
@@ -310,6 +310,6 @@ def _shape_in_compute(plan: ParameterPlan, mesh: Mesh) -> tuple[int, ...]:
     shape = list(plan.shape)
     for dim, axes in enumerate(plan.dims):
         for axis in axes:
-            if axis not in GATHERED:
+            if kind_of(axis) not in GATHERED:
                 shape[dim] = mesh[axis].part(shape[dim])
     return tuple(shape)

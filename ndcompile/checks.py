@@ -14,7 +14,7 @@ from torch import fx
 
 from ndcompile.duties import duties
 from ndcompile.errors import CompileError
-from ndcompile.mesh import HEAD_TAIL, MeshAxis, MeshSpec
+from ndcompile.mesh import HEAD_TAIL, MeshAxis, MeshSpec, kind_of
 from ndcompile.placement import COLLECTIVES, CONVERSIONS, REDUCING, I, Layout, P, Placement, R, S
 from ndcompile.size import ONE, Size, product
 
@@ -286,7 +286,7 @@ def deduce(node: fx.Node, bound: Any, axis: str, given: list[Placement], grads: 
 def _cut(node: fx.Node, bound: Any, operand: int, axis: str, given: list[Placement]) -> tuple[str, Size]:
     """The factor that is cut in a dim of several, and within what part of it."""
     placement = given[operand]
-    if axis.partition(".")[0] not in HEAD_TAIL:
+    if kind_of(axis) not in HEAD_TAIL:
         return _leading(bound, operand, placement, node.meta.get("taken", {}).get(axis, {})), ONE
     within, before = Size.read(placement.within), ONE
     for factor in bound.operands[operand][placement.dim]:
@@ -326,7 +326,7 @@ def _uncut(bound: Any, dims: tuple[str, ...], taken: Mapping[str, int]) -> str:
 def _along(node: fx.Node, bound: Any, axis: str, given: list[Placement], factor: str, major: Size = ONE) -> Placement:
     if factor in bound.whole:
         raise _mix(node, given, axis, "the op acts along the sharded dim, which must be whole")
-    if factor in bound.together and (bound.together != {factor} or axis.partition(".")[0] not in HEAD_TAIL):
+    if factor in bound.together and (bound.together != {factor} or kind_of(axis) not in HEAD_TAIL):
         raise _mix(node, given, axis, "the op needs an algorithm that shards all of its sequences")
     for i, placement in enumerate(given):
         has = any(factor in dim for dim in bound.operands[i])
@@ -336,7 +336,7 @@ def _along(node: fx.Node, bound: Any, axis: str, given: list[Placement], factor:
         if factor in factors:
             if any(p.kind == "P" for p in given):
                 raise _mix(node, given, axis, "partial and sharded operands do not mix here")
-            if axis.partition(".")[0] not in HEAD_TAIL:
+            if kind_of(axis) not in HEAD_TAIL:
                 return S(dim)
             before = product(tuple(bound.sizes[f] for f in factors[: factors.index(factor)])) * major
             return S(dim, "" if before == ONE else str(before))

@@ -37,6 +37,11 @@ class MeshError(ValueError):
     """A mesh that cannot be meant as written."""
 
 
+def kind_of(axis: str) -> str:
+    """The kind of an axis by its name: `tp` of `tp` and of its part `tp.0`."""
+    return axis.partition(".")[0]
+
+
 @dataclass(frozen=True)
 class Axis:
     """One axis of ranks. A sub-axis is called `tp.0`, `tp.1`, major first, and has its whole's kind."""
@@ -46,7 +51,7 @@ class Axis:
 
     @property
     def kind(self) -> str:
-        return self.name.partition(".")[0]
+        return kind_of(self.name)
 
 
 @dataclass(frozen=True)
@@ -249,6 +254,12 @@ def _refuse_whole_and_parts(sizes: Mapping[str, int], spec: object) -> None:
 
 def _known(name: str, spec: object) -> str:
     whole, dot, number = name.partition(".")
+    if dot and whole in HEAD_TAIL:
+        raise MeshError(
+            f"axis '{whole}' cannot be given in parts, as in mesh '{spec}'\n"
+            f"  why  attention goes over all of its ranks\n"
+            f"  try  {whole}=…, the product of the parts"
+        )
     if whole in KINDS and (not dot or number.isdecimal()):
         return name
     if name in PLANNED:

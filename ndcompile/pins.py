@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from ndcompile.errors import CompileError
-from ndcompile.mesh import GATHERED, MeshSpec
+from ndcompile.mesh import GATHERED, MeshSpec, kind_of
 from ndcompile.mesh import KINDS as AXIS_KINDS
 from ndcompile.placement import Layout, Placement, R, S
 
@@ -27,13 +27,13 @@ def read_pins(placements: Mapping[str, Mapping[str, Any]] | None, mesh: MeshSpec
                 f"the pin '{pattern}' is {by_axis!r}, which names no axis", tries=f'{{"{pattern}": {{"tp": nd.S(0)}}}}'
             )
         for axis, given in by_axis.items():
-            if axis.partition(".")[0] not in AXIS_KINDS:
+            if kind_of(axis) not in AXIS_KINDS:
                 raise CompileError(
                     f"the pin '{pattern}' names axis '{axis}', which no mesh has", tries=", ".join(mesh.names) or "tp"
                 )
-            if mesh.size(axis.partition(".")[0]) == 1:
+            if mesh.size(kind_of(axis)) == 1:
                 continue
-            if axis.partition(".")[0] in GATHERED:
+            if kind_of(axis) in GATHERED:
                 raise CompileError(
                     f"the pin '{pattern}' is on axis '{axis}'",
                     why="data axes and cp are forced: inputs are sharded, parameters whole where they are used",
@@ -74,7 +74,7 @@ def for_other_mode(pins: Pins, layouts: Mapping[str, Layout]) -> dict[str, dict[
 
 def _as_pin(layout: Layout) -> dict[str, Placement]:
     """A parameter's layout as pins on the axes where there is a choice."""
-    return {a: layout.on(a) for a in layout.axes if a.partition(".")[0] not in GATHERED}
+    return {a: layout.on(a) for a in layout.axes if kind_of(a) not in GATHERED}
 
 
 def resolve_pins(

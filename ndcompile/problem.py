@@ -14,7 +14,7 @@ from ndcompile.axes import KINDS, AxisKind
 from ndcompile.choose import Edge, Problem
 from ndcompile.cost import BUS, NOMINAL, conversion_bytes, conversion_time, op_time
 from ndcompile.fold import in_run, repeat_of
-from ndcompile.mesh import MeshSpec
+from ndcompile.mesh import MeshSpec, kind_of
 from ndcompile.placement import I, Placement, R, S
 from ndcompile.rules.notation import Signature
 from ndcompile.rules.registry import op_name, operands, results, signature, updates
@@ -109,7 +109,7 @@ def batch_dim(shape: tuple[Size, ...]) -> int | None:
 
 def _cut_dim(node: fx.Node, kind: AxisKind) -> int | None:
     """The dim of a parameter that an earlier part of this axis shards: later parts shard that one or none."""
-    found = (p.dim for a, p in node.meta["placements"].items() if KINDS[a.partition(".")[0]] is kind and p.kind == "S")
+    found = (p.dim for a, p in node.meta["placements"].items() if KINDS[kind_of(a)] is kind and p.kind == "S")
     return next(found, None)
 
 

@@ -104,6 +104,13 @@ ERRORS: list[tuple[MeshLike, int | None, str]] = [
     ("pipeline=4", None, "unknown axis 'pipeline' in mesh 'pipeline=4'\n  try  dp_replicate, dp_shard, cp, tp"),
     ("ep=2", None, "axis 'ep' in mesh 'ep=2' is not built yet\n  try  dp_replicate, dp_shard, cp, tp"),
     ({"pp": 1}, None, "axis 'pp' in mesh '{'pp': 1}' is not built yet\n  try  dp_replicate, dp_shard, cp, tp"),
+    (
+        "cp.0=2, cp.1=2",
+        None,
+        "axis 'cp' cannot be given in parts, as in mesh 'cp.0=2, cp.1=2'\n"
+        "  why  attention goes over all of its ranks\n"
+        "  try  cp=…, the product of the parts",
+    ),
     ("tp=2, tp=2", None, "axis 'tp' is given twice in mesh 'tp=2, tp=2'\n  try  one size for each axis"),
     (
         "tp=2, tp_size=2",

@@ -101,6 +101,11 @@ def test_keys_that_are_repeated_for_each_head_are_sent_once() -> None:
     assert lines(nd.compile(Attends(kv_heads=2), "tp=2", IDS), "expand("), "other meshes leave them to the kernel"
 
 
+def test_a_data_axis_in_parts_is_gathered_over_all_of_them() -> None:
+    program = nd.compile(Attends(), "dp_shard.0=2, dp_shard.1=2", IDS)
+    assert nd.verify(program, seeds=1).equal
+
+
 REFUSED: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
     "heads that do not divide": (Attends(3, 3), dict(cp_attention="heads"), "a rank's 3 heads over 3 of keys"),
     "no such way": (Attends(), dict(cp_attention="round"), "cp_attention='round' is no option"),
