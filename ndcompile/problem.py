@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from ndcompile.axes import KINDS, AxisKind
+from ndcompile.axes import KINDS, AxisKind, data_axes
 from ndcompile.choose import Edge, Problem
 from ndcompile.cost import BUS, NOMINAL, conversion_bytes, conversion_time, op_time
 from ndcompile.fold import in_run, repeat_of
@@ -38,7 +38,7 @@ class State:
     @property
     def batch(self) -> Size:
         """The size of the batch: a multiple of the ranks that shard it."""
-        return Size(self.mesh.size(*(a.name for a in self.mesh.axes if KINDS[a.kind].shards_batch)), ("b",))
+        return Size(self.mesh.size(*data_axes(self.mesh)), ("b",))
 
     def __post_init__(self) -> None:
         for node in self.ops():

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ndcompile import runtime
-from ndcompile.axes import KINDS
+from ndcompile.axes import KINDS, data_axes
 from ndcompile.fold import in_run
 from ndcompile.mesh import GATHERED, MeshAxis, MeshSpec
 from ndcompile.placement import I, Layout, Placement, R, S
@@ -233,7 +233,7 @@ def _convert_results(inserter: _Inserter, graph: fx.GraphModule) -> None:
     last = max(ends, default=0)
     last += 0.5 if ends.get(last) else 0  # a block or a run at the end is left before its results are converted
     output.meta |= dict(segment=last, block="", kind=None, module="", source=None)
-    data = tuple(a for a in mesh.names if KINDS[mesh[a].kind].shards_batch)
+    data = data_axes(mesh)
     layouts = iter(output.meta["wanted"])
     converted: list[Any] = []
     for value in results(graph):

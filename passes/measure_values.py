@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 from torch import fx
 
-from ndcompile.axes import KINDS
+from ndcompile.axes import data_axes
 from ndcompile.cost import NOMINAL
 from ndcompile.mesh import MeshSpec
 from ndcompile.passes.mark_blocks import is_port
@@ -25,8 +25,8 @@ def measure_values(graph: fx.GraphModule, mesh: MeshSpec) -> fx.GraphModule:
 
 def measure(graph: fx.GraphModule, mesh: MeshSpec) -> None:
     """Set `shape` (monomials): the batch is a multiple of the data axes, a sequence of the others."""
-    data = math.prod(axis.size for axis in mesh.axes if KINDS[axis.kind].shards_batch)
-    rest = math.prod(axis.size for axis in mesh.axes if not KINDS[axis.kind].shards_batch)
+    data = mesh.size(*data_axes(mesh))
+    rest = mesh.world_size // data
     given = [n for n in graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "input"]
     lengths = {str(x) for n in given for size in n.meta["sizes"] for x in sympy.sympify(size).free_symbols} - {"b"}
     symbols = {"b": Size(data, ("b",))} | {name: Size(rest, (name,)) for name in lengths}

@@ -120,9 +120,9 @@ def _of_shard(
     """A dim's whole size, and where this rank's part of it lies."""
     whole = sizes.get(dim, length * math.prod(axis.size for axis in axes))
     first, *others = axes
-    place = positions(whole, first, balanced=dim in balanced, device=key.device) if others or dim in balanced else None
-    if place is None:
+    if not others and dim not in balanced:  # the whole may be larger than `length` says
         return whole, torch.arange(length, dtype=torch.int64, device=key.device) + first.start(whole)
+    place = positions(whole, first, balanced=dim in balanced, device=key.device)
     for axis in others:
         place = place[positions(len(place), axis, balanced=False, device=key.device)]
     return whole, place

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from ndcompile.axes import data_axes
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshError, MeshSpec
 from ndcompile.models import load_with_values
 from ndcompile.runtime.agreement import Disagreement
 from ndcompile.runtime.module import CallError
-from ndcompile.verify.payloads import data_axes
 from ndcompile.verify.real_ranks import PRECISIONS, verify_on_ranks
 from ndcompile.verify.report import Report
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ndcompile.axes import KINDS
+from ndcompile.axes import data_axes
 from ndcompile.bind import execute
 from ndcompile.fold import unfold
 from ndcompile.mesh import MeshSpec
@@ -196,7 +196,7 @@ def input_dims(program: Program) -> list[tuple[tuple[str, ...], ...]]:
 def cotangent_scales(program: Program) -> list[int]:
     """A result with a batch takes gradients as the mean of the data ranks; a scalar is the same on all."""
     mesh = program.mesh
-    data = [a for a in mesh.names if KINDS[mesh[a].kind].shards_batch]
+    data = data_axes(mesh)
     layouts = result_layouts(program)
     return [mesh.size(*data) if y and any(a in axes for axes in y.dims for a in data) else 1 for y in layouts]
 
@@ -286,7 +286,7 @@ def _sharded_norm(gradients: Mapping[str, Tensor], program: Program, rank: int) 
 
 
 def data_ranks(mesh: MeshSpec) -> int:
-    return mesh.size(*(a for a in mesh.names if KINDS[mesh[a].kind].shards_batch))
+    return mesh.size(*data_axes(mesh))
 
 
 def round_trip(small: Small, sizes: Mapping[str, int]) -> tuple[int, str]:

@@ -23,7 +23,7 @@ from ndcompile.rules.registry import describe, op_name
 from ndcompile.size import Size
 from ndcompile.verify.arithmetic import Domain
 from ndcompile.verify.compare import BAR, Difference
-from ndcompile.verify.execute import alone, cotangent_scales, emitted, forward_of, result_layouts
+from ndcompile.verify.execute import alone, cotangent_scales, data_ranks, emitted, forward_of, result_layouts
 from ndcompile.verify.lockstep import run_one, run_ranks
 from ndcompile.verify.places import Lies, first_wrong, part
 from ndcompile.verify.sample import Sample, symbol_sizes
@@ -233,7 +233,7 @@ def _lies(program: Program, node: fx.Node, layout: Layout) -> dict[tuple[int, st
 
 def _bases(program: Program) -> dict[str, int]:
     """A symbol's number, in units of the ranks that it is a multiple of (`measure_values`)."""
-    data = program.mesh.size(*(a.name for a in program.mesh.axes if KINDS[a.kind].shards_batch))
+    data = data_ranks(program.mesh)
     rest = program.mesh.world_size // data
     return {name: size // (data if name == "b" else rest) for name, size in symbol_sizes(program).items()}
 

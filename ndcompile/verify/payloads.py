@@ -22,7 +22,7 @@ from ndcompile.program import Program
 from ndcompile.rules.registry import arguments
 from ndcompile.runtime import Mesh, Weight
 from ndcompile.runtime.manifest import as_dtype
-from ndcompile.verify.places import cut, part
+from ndcompile.verify.places import cut, entries, part
 from ndcompile.verify.sample import size_at
 
 LARGEST = 1000
@@ -105,21 +105,14 @@ def held_of(
         return value
     if target.kind == "S":
         assert target.dim is not None
-        return value.index_select(target.dim, _own(value.shape[target.dim], place, ranks, head_tail).to(value.device))
+        return value.index_select(
+            target.dim, entries(torch.arange(value.shape[target.dim]), ranks, place, head_tail).to(value.device)
+        )
     if source.kind != "S":
         return value if place == 0 else torch.zeros_like(value)
     assert source.dim is not None
-    own = _own(value.shape[source.dim], place, ranks, head_tail).to(value.device)
+    own = entries(torch.arange(value.shape[source.dim]), ranks, place, head_tail).to(value.device)
     return torch.zeros_like(value).index_copy(source.dim, own, value.index_select(source.dim, own))
-
-
-def _own(length: int, place: int, ranks: int, head_tail: bool) -> Tensor:
-    """Which entries of a dim a rank holds: a chunk, or one from the head and its mirror image from the tail."""
-    if head_tail:
-        pieces = torch.arange(length).unflatten(0, (2 * ranks, -1))
-        return torch.cat((pieces[place], pieces[-1 - place]))
-    step = -(-length // ranks)
-    return torch.arange(min(place * step, length), min((place + 1) * step, length))
 
 
 # ---- on a rank -----------------------------------------------------------------------------------------------------
@@ -268,10 +261,6 @@ def in_compute(program: Program, name: str) -> list[tuple[str, ...]]:
     """How a parameter lies where it is used: whole on those axes."""
     mesh = program.mesh
     return [tuple(a for a in axes if mesh[a].kind not in ADDED) for axes in program.manifest.parameters[name].dims]
-
-
-def data_axes(mesh: MeshSpec) -> tuple[str, ...]:
-    return tuple(axis.name for axis in mesh.axes if axis.kind.startswith("dp_"))
 
 
 def _summed_over(program: Program, weight: Weight) -> tuple[str, ...]:

@@ -54,14 +54,15 @@ def part(
         index = torch.arange(whole.shape[dim])
         for axis in axes:
             said = (lies or {}).get((dim, axis), ORDINARY)
-            rows = [_own(row, mesh.size(axis), place[axis], said.head_tail) for row in index.chunk(said.parts)]
+            rows = [entries(row, mesh.size(axis), place[axis], said.head_tail) for row in index.chunk(said.parts)]
             index = torch.cat(rows)
         if axes:
             whole = whole.index_select(dim, index.to(whole.device))
     return whole
 
 
-def _own(index: Tensor, ranks: int, rank: int, head_tail: bool) -> Tensor:
+def entries(index: Tensor, ranks: int, rank: int, head_tail: bool) -> Tensor:
+    """Which entries of a dim a rank holds: a chunk, or one from the head and its mirror image from the tail."""
     if head_tail:
         chunks = index.tensor_split(2 * ranks)
         return torch.cat([chunks[rank], chunks[-1 - rank]])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ndcompile import bind
 from ndcompile.api import compile
+from ndcompile.axes import data_axes
 from ndcompile.errors import CompileError
 from ndcompile.inputs import Inputs
 from ndcompile.mesh import MeshLike
@@ -30,6 +31,7 @@ from ndcompile.verify.delays import delayed, jittered
 from ndcompile.verify.error_model import ErrorModel, Measured
 from ndcompile.verify.execute import cotangent_scales, input_dims
 from ndcompile.verify.measure import Ruler, assembled, result_dims
+from ndcompile.verify.own_dtypes import depth_of
 from ndcompile.verify.places import part
 from ndcompile.verify.report import Claim, Report
 from ndcompile.verify.training import Recipe, Trained
@@ -133,7 +135,7 @@ class OnRanks:
         return dict(zip(manifest.inputs, found, strict=True))
 
     def _check_batch(self) -> None:
-        ranks = self.mesh.size(*payloads.data_axes(self.mesh))
+        ranks = self.mesh.size(*data_axes(self.mesh))
         for (name, x), dims in zip(self._tensors().items(), input_dims(self.program), strict=True):
             for dim, axes in enumerate(dims):
                 if axes and x.shape[dim] % ranks:
@@ -192,7 +194,7 @@ class OnRanks:
 
     @property
     def error_model(self) -> ErrorModel:
-        return ErrorModel(self.job.dtype, training.depth(self.job.model))
+        return ErrorModel(self.job.dtype, depth_of(self.program))
 
     def _kind(self, how: str) -> str:
         return f"tested (real ranks, {self.job.precision}, {how})"

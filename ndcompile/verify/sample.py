@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ndcompile.axes import KINDS
+from ndcompile.axes import data_axes
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshSpec
 from ndcompile.program import Program
@@ -115,7 +115,7 @@ def _samples(mesh: MeshSpec) -> int:
     """How many a data rank has: two, or the next number that is no product of data axes' ranks. Where a program forgot
     to count these ranks, one sample would be left, which broadcasts. Three for one rank: of 2 the square is the double.
     """
-    sizes = [a.size for a in mesh.axes if KINDS[a.kind].shards_batch]
+    sizes = [mesh.size(axis) for axis in data_axes(mesh)]
     ranks = {math.prod(some) for count in range(len(sizes) + 1) for some in itertools.combinations(sizes, count)}
     return next(n for n in itertools.count(2 if ranks > {1} else 3) if n not in ranks)
 

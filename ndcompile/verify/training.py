@@ -184,9 +184,3 @@ def restored(model: nn.Module) -> Iterator[None]:
             for tensor, held in zip(tensors, before, strict=True):
                 private.local(tensor).copy_(held)
         model.zero_grad()
-
-
-def depth(model: nn.Module) -> int:
-    """The number of blocks, the length of the model's longest list of modules; without one, that of its layers."""
-    blocks = max((len(m) for m in model.modules() if isinstance(m, nn.ModuleList)), default=0)
-    return blocks or max(1, sum(bool(list(m.parameters(recurse=False))) for m in model.modules()))

@@ -15,7 +15,6 @@ import os
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -27,6 +26,7 @@ from ndcompile.mesh import MeshSpec
 from tests.equivalence import compare
 from tests.equivalence.compare import Case, Outcome, measure, prepare
 from tests.equivalence.registry import MODELS
+from tests.torchrun import join
 
 MESHES = "dp_shard=2", "tp=2", "dp_replicate=2"
 REFUSED = "refused"
@@ -50,19 +50,6 @@ def prepare_all(models: list[str], root: Path) -> None:
         list(pool.map(prepare_alone, cases, folders))
 
 
-def join() -> torch.device:
-    """Start the process group; the device of this rank."""
-    local = int(os.environ["LOCAL_RANK"])
-    on_gpus = torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", local) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if on_gpus else "gloo", timeout=timedelta(seconds=600), device_id=device if on_gpus else None
-    )
-    return device
-
-
 def measure_on(device: torch.device, root: Path) -> list[Outcome]:
     """Every case, with this rank's rows on its device; distances are taken on the CPU."""
     rows, far = compare.own_rows, compare.distance
@@ -83,7 +70,7 @@ def main() -> None:
     root = Path(tempfile.gettempdir(), f"ndcompile_cases_{os.environ['MASTER_PORT']}")
     if int(os.environ["RANK"]) == 0:
         prepare_all(parser.parse_args().only, root)
-    device = join()
+    device = join(600)
     dist.barrier()
     outcomes = measure_on(device, root)
     worst, case = max((max(o.distances.values()), str(o.case)) for o in outcomes)

@@ -17,13 +17,11 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,6 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ndcompile.mesh import MeshSpec
 from ndcompile.runtime import Mask, Mesh, Ranks, context_attention, heads_divide, positions
 from ndcompile.runtime.kernels import kernel_for
+from tests.torchrun import join
 
 WAYS = ("gather", "ring", "heads")
 KERNELS = {
@@ -193,11 +192,8 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=10, help="timed rounds of each case")
     parser.add_argument("--compile", action="store_true", help="time compiled code too (minutes)")
     arguments = parser.parse_args()
-    gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=120))
+    device = join(120)
+    gpu = device.type == "cuda"
     axis = Mesh.bound(MeshSpec.parse(f"tp={dist.get_world_size()}"))["tp"]
 
     def tell(line: dict[str, Any]) -> None:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from ndcompile.runtime.agreement import everyones
 from ndcompile.verify.real_ranks import Job, OnRanks, References
-from tests.gpu.train20 import LARGE, MODELS, TINY, join
+from tests.gpu.train20 import LARGE, MODELS, TINY
+from tests.torchrun import join
 
 MESHES = ("dp_replicate=2", "dp_shard=2", "tp=2")
 PRECISIONS = ("bf16", "float32")

@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +36,7 @@ from ndcompile.verify import training
 from ndcompile.verify.error_model import ALLOWED, ErrorModel, floor, unit
 from ndcompile.verify.measure import Ruler, assembled
 from tests.equivalence.compare import own_rows
+from tests.torchrun import join
 
 STEPS, SAMPLES = 20, 8
 LEARNING_RATE, CLIP = 3e-4, 1.0
@@ -198,17 +197,6 @@ def compared(name: str, sizes: Sizes, device: torch.device) -> Iterator[Compared
 
 def same(model: nn.Module) -> nn.Module:
     return model
-
-
-def join() -> torch.device:
-    """Start the process group; the device of this rank."""
-    local, on_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", local) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    backend = "nccl" if on_gpus else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=300), device_id=device if on_gpus else None)
-    return device
 
 
 def main() -> None:
