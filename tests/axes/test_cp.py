@@ -12,6 +12,11 @@ from torch.nn import functional as F
 import ndcompile as nd
 from ndcompile.axes import KINDS, parts
 from ndcompile.mesh import GATHERED, HEAD_TAIL
+from ndcompile.verify.arithmetic import Float64
+from ndcompile.verify.execute import on_one_device
+from ndcompile.verify.localise import Fault, localise
+from ndcompile.verify.places import entries
+from ndcompile.verify.sample import draw
 
 IDS = torch.zeros(4, 8, dtype=torch.long)
 
@@ -125,3 +130,25 @@ def test_what_does_not_fit_is_refused(case: str) -> None:
 def test_a_model_without_a_sequence_is_refused() -> None:
     with pytest.raises(nd.CompileError, match="axis 'cp' has nothing to shard"):
         nd.compile(nn.Linear(4, 4), "cp=2", torch.zeros(2, 4))
+
+
+def looked_at(program: nd.Program, source: str | None = None) -> Fault | None:
+    """Where a text goes wrong first, with every value looked at where it lies."""
+    domain = Float64(0)
+    sample = draw(program, domain, microbatches=1)
+    on_one_device(program, sample, domain)
+    return localise(program, sample, domain, source)
+
+
+def test_verify_knows_where_sequences_lie() -> None:
+    """Head–tail, also for each sample of a dim that joins them: of a right program no value is wrong."""
+    program = nd.compile(Attends(), "dp_shard=2, cp=2", IDS, float64=True)
+    assert "in 2·b" in " ".join(str(n.meta.get("layout")) for n in program.graph.graph.nodes)
+    assert looked_at(program) is None
+    fault = looked_at(program, str(program).replace("shard(ids, cp, dim=1, balanced=True)", "shard(ids, cp, dim=1)"))
+    assert fault is not None and fault.side == "forward" and "ids = shard(ids, cp, dim=1)" in fault.text
+
+
+def test_entries_of_a_dim() -> None:
+    assert [entries(torch.arange(8), 2, rank, True).tolist() for rank in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [entries(torch.arange(7), 4, rank, False).tolist() for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6]]
