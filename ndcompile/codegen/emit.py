@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import keyword
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,19 +9,16 @@ from typing import Any
 
 from torch import fx
 
+from ndcompile.codegen.loops import LoopWriter
+from ndcompile.codegen.names import RESERVED, RUNTIME, block_range, block_table, fresh, identifier, value_name
 from ndcompile.codegen.ops import KEEPS_NAME, Writer
 from ndcompile.codegen.segments import Loop, Segment, segments, statements
 from ndcompile.codegen.sizes import SizeFacts, SizeNames, axis_name
-from ndcompile.codegen.wrap import wrapped
+from ndcompile.codegen.wrap import indented, wrapped
 from ndcompile.fold import inside
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import COLLECTIVES, I, R
-from ndcompile.rules.registry import model_results, op_name, operands, results, signature, updates
-
-RESERVED = frozenset(keyword.kwlist) | frozenset(
-    "torch F self b s w rng data MESH Block Root abs pow sum max min all any slice int float bool list dict len range "
-    "input type id iter next map filter zip str repr hash dir vars print eval exec open set tuple round sorted".split()
-)
+from ndcompile.rules.registry import model_results, op_name, operands, signature, updates
 
 
 @dataclass
@@ -60,7 +56,7 @@ class _Emitter:
         self.statements = statements(self.segments)
         self.axes: set[tuple[str, ...]] = {(name,) for name in mesh.names}
         self.runtime: set[str] = set()
-        self.root = _identifier(names.classes.get("", "Model"))
+        self.root = identifier(names.classes.get("", "Model"))
         self.functions: dict[int, str] = {}
         self.class_names: dict[Any, str] = {}
 
@@ -98,7 +94,7 @@ class _Emitter:
             name = self._class_name(segment)
             blocks = [block for s in self.segments if s.kind == segment.kind for block in s.blocks]
             parameters, body, result = self._function(segment)
-            lines += ["", "", f"class {name}(Block):  # {_range(blocks)}", "    weights = dict("]
+            lines += ["", "", f"class {name}(Block):  # {block_range(blocks)}", "    weights = dict("]
             lines += self._weights(segment, "        ")
             lines += ["    )", ""]
             given = ", ".join(parameters)
@@ -108,12 +104,12 @@ class _Emitter:
             lines += ["        with self.gathered() as w:"]
             lines += [f"            return self.compute({passed})", ""]
             lines += ["    @staticmethod", f"    def compute({passed}):"]
-            lines += [*_indented(body, 8), f"        return {result}"]
+            lines += [*indented(body, 8), f"        return {result}"]
         return lines
 
     def _class_name(self, segment: Segment) -> str:
         if segment.kind not in self.class_names:
-            base = name = _identifier(self.names.classes.get(segment.block, "Block"))
+            base = name = identifier(self.names.classes.get(segment.block, "Block"))
             taken, number = {*self.class_names.values(), self.root}, 2
             while name in taken:
                 name, number = f"{base}{number}", number + 1
@@ -146,10 +142,10 @@ class _Emitter:
             if parts == [entry.parameter] and entry.parameter == "weight":
                 parts = ["weight"]
             count = 2 if parts[-1] == "bias" or parts[-1].isdigit() else 1
-            name = _identifier("_".join(parts[-count:]))
+            name = identifier("_".join(parts[-count:]))
             while name in names and count < len(parts):
                 count += 1
-                name = _identifier("_".join(parts[-count:]))
+                name = identifier("_".join(parts[-count:]))
             number = 2
             while name in names:
                 name, number = f"{name}_{number}", number + 1
@@ -186,7 +182,7 @@ class _Emitter:
         parameters = []
         for value in segment.inputs:
             name = self._input_name(value)
-            names[value] = "rng" if name == "rng_" else _fresh(name, used)
+            names[value] = "rng" if name == "rng_" else fresh(name, used)
             parameters.append(names[value])
         names |= {port: names[value] for port, value in segment.ports.items()}
         device = next((f"{names[v]}.device" for v in [*segment.inputs, *(e.node for e in segment.entries)]), '"cpu"')
@@ -210,11 +206,11 @@ class _Emitter:
 
     def _input_name(self, value: fx.Node) -> str:
         if value.meta.get("role") in ("input", "key", "fold"):
-            return "rng_" if value.meta["role"] != "input" else _identifier(value.meta["name"])
+            return "rng_" if value.meta["role"] != "input" else identifier(value.meta["name"])
         if value.meta.get("role") in ("buffer", "constant"):
-            return _identifier(value.meta["name"].split(".")[-1])
+            return identifier(value.meta["name"].split(".")[-1])
         carried = value.meta.get("block") or (value.meta["grad"] and len(value.meta["shape"]) > 2)
-        return "x" if carried else _value_name(value)
+        return "x" if carried else value_name(value)
 
     def _statement(self, writer: Writer, node: fx.Node, at: int, last: Mapping[fx.Node, int], used: set[str]) -> str:
         text = writer.expression(node)
@@ -225,7 +221,7 @@ class _Emitter:
         if keeps and not writer.names[values[0]].startswith("w."):
             writer.names[node] = writer.names[values[0]]
         else:
-            writer.names[node] = _fresh(_value_name(node), used)
+            writer.names[node] = fresh(value_name(node), used)
         return _commented(f"{writer.names[node]} = {text}", self._comment(node))
 
     def _comment(self, node: fx.Node) -> str:
@@ -274,7 +270,7 @@ class _Emitter:
 
     def _root(self) -> list[str]:
         inputs = [n for n in self.graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "input"]
-        names: dict[fx.Node, str] = {n: _identifier(n.meta["name"]) for n in inputs}
+        names: dict[fx.Node, str] = {n: identifier(n.meta["name"]) for n in inputs}
         used = set(RESERVED) | set(names.values()) | self._global_names()
         given = "".join(f", {names[n]}" for n in inputs)
         keyed = [n for n in self.graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "key"]
@@ -293,15 +289,15 @@ class _Emitter:
                 tables += [f'        "{title}": dict(', *self._weights(segment, "            "), "        ),"]
             passed = ", ".join((["w"] if segment.entries else []) + parameters)
             functions += ["", "    @staticmethod", f"    def {title}({passed}):"]
-            functions += [*_indented(inner, 8), f"        return {result}"]
+            functions += [*indented(inner, 8), f"        return {result}"]
         for statement in self.statements:
             if isinstance(statement, Loop):
-                body += self._loop(statement, names, used)
+                body += LoopWriter(self).write(statement, names, used)
             else:
                 segment = statement.segment
-                taken = [self._argument(v, names) for v in segment.inputs]
-                targets = [self._target(v, names, used) for v in segment.outputs]
-                body += self._call(segment, f'self.block("{segment.block}")', taken, targets)
+                taken = [self.argument(v, names) for v in segment.inputs]
+                targets = [self.target(v, names, used) for v in segment.outputs]
+                body += self.call(segment, f'self.block("{segment.block}")', taken, targets)
         returned = [names[v] if isinstance(v, fx.Node) else repr(v) for v in model_results(self.graph)]
         body += self._updates(names)
         lines = ["", "", f"class {self.root}(Root):"]
@@ -309,9 +305,9 @@ class _Emitter:
         rows = {block: self._class_name(s) for s in self.segments if s.block for block in s.blocks}
         if rows:
             lines += ["    blocks = {"]
-            lines += [f'        "{path}": {name},' for path, name in _block_table(rows)]
+            lines += [f'        "{path}": {name},' for path, name in block_table(rows)]
             lines += ["    }"]
-        lines += ["", f"    def forward(self{given}{', rng' if keyed else ''}):", *_indented(body, 8)]
+        lines += ["", f"    def forward(self{given}{', rng' if keyed else ''}):", *indented(body, 8)]
         lines += [f"        return ({', '.join(returned)}{',' if len(returned) == 1 else ''})", *functions]
         if keyed:
             self.runtime.add("fold")
@@ -328,18 +324,18 @@ class _Emitter:
             return "end"
         return f"between_{next(i for i, s in enumerate(roots) if s is segment or _one_function(s, segment))}"
 
-    def _target(self, value: fx.Node, names: dict[fx.Node, str], used: set[str]) -> str:
+    def target(self, value: fx.Node, names: dict[fx.Node, str], used: set[str]) -> str:
         enters = any(value in s.inputs for s in self.segments if s.block)
-        base = "x" if enters and value.meta["grad"] and len(value.meta["shape"]) > 2 else _value_name(value)
-        names[value] = _fresh(base, used)
+        base = "x" if enters and value.meta["grad"] and len(value.meta["shape"]) > 2 else value_name(value)
+        names[value] = fresh(base, used)
         return names[value]
 
     def _updates(self, names: Mapping[fx.Node, str]) -> list[str]:
         """Every buffer that the forward changes is written at its end."""
-        rows = [f'    "{name}": {self._argument(value, names)},' for name, value in updates(self.graph).items()]
+        rows = [f'    "{name}": {self.argument(value, names)},' for name, value in updates(self.graph).items()]
         return ["self.update({", *rows, "})"] if rows else []
 
-    def _argument(self, value: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    def argument(self, value: fx.Node, names: Mapping[fx.Node, str]) -> str:
         if value in names:
             return names[value]
         if value.meta.get("role") == "fold":
@@ -349,7 +345,7 @@ class _Emitter:
         kept = value.meta["name"] in updates(self.graph) and any(user.meta.get("grad") for user in value.users)
         return f"{read}.clone()" if kept else read  # backward may need what the update overwrites
 
-    def _call(self, segment: Segment, block: str, given: list[str], targets: list[str]) -> list[str]:
+    def call(self, segment: Segment, block: str, given: list[str], targets: list[str]) -> list[str]:
         """A segment's statement, with its weights around it where it is the root's."""
         target = f"{', '.join(targets)} = " if targets else ""
         if segment.block:
@@ -361,122 +357,6 @@ class _Emitter:
         call = f"    {target}self.{title}({', '.join(['w', *given])})"
         return [*comments, f'with self.gathered("{title}") as w:', call]
 
-    def _loop(self, loop: Loop, names: dict[fx.Node, str], used: set[str]) -> list[str]:
-        """A run as a loop: what one round gives to the next has one name, before, in and after it."""
-        lines, late = self._carry(loop, names, used), dict[str, str]()
-        calls: list[str] = []
-        folds: list[tuple[fx.Node, str]] = []
-        heads: list[tuple[str, str]] = []
-        assigned: set[fx.Node] = set()
-        twins = {second: first for first, second in loop.carried}
-        read_after = {second: self._read_after(loop, first, second) for first, second in loop.carried}
-        for at, segment in enumerate(loop.body):
-            variable, source = self._blocks_of(loop, at, len(heads))
-            heads += [(variable, source)] if variable and segment.block else []
-            given = [
-                self._numbered(loop, at, p, v, folds) or _own_buffer(segment, variable, v) or self._argument(v, names)
-                for p, v in enumerate(segment.inputs)
-            ]
-            targets = []
-            for value in segment.outputs:
-                first = twins.get(value)
-                if first is None or read_after[value]:
-                    names[value] = self._target(value, names, used)
-                else:
-                    names[value] = names[first]
-                targets.append(names[value])
-                assigned.add(value)
-            calls += self._call(segment, variable or source, given, targets)
-        for first, second in loop.carried:
-            if names[second] != names[first]:
-                calls.append(f"{names[first]} = {names[second]}")
-                late[names[second]] = names[first]
-        lines.append(_loop_head(heads, loop.times, bool(folds)))
-        return lines + _indented(calls, 4)
-
-    def _carry(self, loop: Loop, names: dict[fx.Node, str], used: set[str]) -> list[str]:
-        """Name what a round gives to the next, and give it its first value."""
-        lines = []
-        for first, _ in loop.carried:
-            if not loop.whole:
-                initial = first
-            else:
-                at, position = next(
-                    (a, p) for a, s in enumerate(loop.body) for p, v in enumerate(s.inputs) if v is first
-                )
-                initial = loop.start(at, position)
-            name = self._argument(initial, names)
-            taken = [names[f] for f, _ in loop.carried if f is not first and f in names]
-            if not self._dies(initial, loop) or name in taken:
-                base = "x" if initial.meta["grad"] else _value_name(first)
-                fresh = _fresh(base, used)
-                lines.append(f"{fresh} = {name}")
-                name = fresh
-            names[first] = name
-        return lines
-
-    def _read_after(self, loop: Loop, first: fx.Node, second: fx.Node) -> bool:
-        """Whether a round still reads what the round before gave after it has made its own."""
-        made = next(i for i, s in enumerate(loop.body) if second in s.outputs)
-        return any(first in s.inputs for s in loop.body[made + 1 :])
-
-    def _numbered(
-        self, loop: Loop, at: int, position: int, value: fx.Node, folds: list[tuple[fx.Node, str]]
-    ) -> str | None:
-        """The key of a round, for an input that is one."""
-        if value.meta.get("role") != "fold":
-            return None
-        first = loop.start(at, position).args[1]
-        step = len([s for s in loop.body if s.kind is not None])
-        number = "i" if step == 1 else f"{step} * i"
-        folds.append((value, number))
-        return f"fold(rng, {first} + {number})" if first else f"fold(rng, {number})"
-
-    def _blocks_of(self, loop: Loop, at: int, count: int) -> tuple[str, str]:
-        """The loop's variable for a block and what it runs through; or nothing and one block's text."""
-        blocks = loop.blocks(at)
-        if not blocks or len(set(blocks)) == 1:
-            return "", f'self.block("{blocks[0]}")' if blocks else ""
-        path = blocks[0].rpartition(".")[0]
-        numbers = [int(block.rpartition(".")[2]) for block in blocks]
-        step = numbers[1] - numbers[0]
-        variable = "block" if not count else f"block_{count + 1}"
-        if step == 1 and numbers[0] == 0 and len(numbers) == self._length(path):
-            return variable, f'self.list("{path}")'
-        extra = f", {step}" if step > 1 else ""
-        return variable, f'self.list("{path}", {numbers[0]}, {numbers[-1] + 1}{extra})'
-
-    def _length(self, path: str) -> int:
-        return len({b for s in self.segments for b in s.blocks if b.rpartition(".")[0] == path})
-
-    def _dies(self, value: fx.Node, loop: Loop) -> bool:
-        """Whether nothing but the loop's first round needs the value that goes into it."""
-        if value.meta.get("role"):
-            return False
-        inside = {value for value, _ in loop.carried}
-        later = [s for s in self.segments if s.number >= loop.body[0].number]
-        return (value in inside or not any(value in s.inputs for s in later)) and value not in results(self.graph)
-
-
-def _own_buffer(segment: Segment, variable: str, value: fx.Node) -> str | None:
-    """A buffer that each block of a loop has its own of."""
-    name = str(value.meta.get("name", ""))
-    if not variable or value.meta.get("role") != "buffer" or not inside(name, segment.block):
-        return None
-    names = value.meta.get("stands_for", (name,))
-    assert len(set(names)) == len(names), f"the blocks of a loop all share {name}, or none do"
-    return f'{variable}.buffer("{name[len(segment.block) + 1 :]}")'
-
-
-def _loop_head(heads: list[tuple[str, str]], times: int, numbered: bool) -> str:
-    if not heads:
-        return f"for {'i' if numbered else '_'} in range({times}):"
-    variables, sources = ", ".join(v for v, _ in heads), ", ".join(s for _, s in heads)
-    every = sources if len(heads) == 1 else f"zip({sources})"
-    if not numbered:
-        return f"for {variables} in {every}:"
-    return f"for i, {variables if len(heads) == 1 else f'({variables})'} in enumerate({every}):"
-
 
 def _one_function(one: Segment, two: Segment) -> bool:
     """Whether two segments of the root are rounds of one run, with one text."""
@@ -485,88 +365,12 @@ def _one_function(one: Segment, two: Segment) -> bool:
 
 UNSIGNED = frozenset({"_operator.getitem", "runtime.scale_gradient"})
 SHOWN = ("linear", "mm", "matmul", "embedding", "scaled_dot", "attention", "cross_entropy", "layer_norm", "addmm")
-RUNTIME = frozenset(
-    "replicate invariant shard partial shard_invariant partial_invariant all_gather all_gather_invariant all_to_all "
-    "pad all_reduce all_reduce_invariant reduce_scatter embedding cross_entropy dropout attention "
-    "attention_with_dropout context_attention arange fold scale_gradient grouped_linear histogram literal "
-    "batch_norm moving_average lstm gru rnn_tanh rnn_relu".split()
-)
 
 
 def _symbols(graph: fx.GraphModule) -> list[str]:
     """The names of the inputs' symbolic sizes."""
     inputs = [n for n in graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "input"]
     return list(dict.fromkeys(name for n in inputs for size in n.meta["shape"] for name in size.symbols))
-
-
-def _value_name(node: fx.Node) -> str:
-    """A layer's result is called as the layer, another op's as the op."""
-    base = op_name(node.target).split(".")[1] if node.op == "call_function" else node.name
-    if "move" in node.meta or "data_axes" in node.meta:
-        origin = node.args[0]
-        assert isinstance(origin, fx.Node)
-        return _value_name(origin) if origin.op == "call_function" and "bucket" not in origin.meta else "part"
-    if "called" in node.meta:
-        return str(node.meta["called"])
-    module = node.meta.get("module") or ""
-    if base in ("linear", "embedding", "layer_norm", "rms_norm") and module:
-        parts = module.split(".")
-        return _identifier("_".join(parts[-2:]) if parts[-1].isdigit() and len(parts) > 1 else parts[-1])
-    return {
-        "scaled_dot_product_attention": "attended", "attention_with_dropout": "attended", "attention": "attended",
-        "cross_entropy": "losses", "sum": "total", "div": "loss" if not node.meta["shape"] else "ratio",
-        "getitem": "item", "slice": "cut", "pow": "power", "__and__": "both", "index": "picked", "arange": "numbers",
-        "embedding": "embedded", "pad": "padded",
-    }.get(base, _identifier(base.strip("_")))  # fmt: skip
-
-
-def _identifier(text: str) -> str:
-    text = re.sub(r"\W+", "_", text).strip("_") or "value"
-    return f"m{text}" if text[0].isdigit() else text
-
-
-def _fresh(base: str, used: set[str]) -> str:
-    name, number = base, 2
-    if base in RESERVED | RUNTIME:
-        base = name = base + "_"
-    while name in used:
-        name, number = f"{base}_{number}", number + 1
-    used.add(name)
-    return name
-
-
-def _range(blocks: list[str]) -> str:
-    """The blocks of a class, for people: `layers.0, 2 … 24`."""
-    texts = []
-    for path, start, stop, step in _slices(blocks):
-        last = start + (stop - 1 - start) // step * step
-        middle = f", {start + step}" if step > 1 and start + step < last else ""
-        texts.append(f"{path}.{start}{middle} … {last}" if last > start else f"{path}.{start}")
-    return ", ".join(texts)
-
-
-def _block_table(rows: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Blocks of one class in one list as `path[start:stop:step]`, where they are at even distances."""
-    table = []
-    for name in dict.fromkeys(rows.values()):
-        for path, start, stop, step in _slices([block for block, of in rows.items() if of == name]):
-            table.append((f"{path}[{start}:{stop}{f':{step}' if step > 1 else ''}]", name))
-    return table
-
-
-def _slices(blocks: list[str]) -> list[tuple[str, int, int, int]]:
-    """Paths of lists with start, stop and step."""
-    found: list[tuple[str, int, int, int]] = []
-    listed = {(block.rpartition(".")[0], int(block.rpartition(".")[2])) for block in blocks}
-    for path, number in sorted(listed):
-        if found and found[-1][0] == path:
-            _, start, stop, step = found[-1]
-            gap = number - (stop - 1)
-            if gap > 0 and (start == stop - 1 or gap == step):
-                found[-1] = (path, start, number + 1, gap)
-                continue
-        found.append((path, number, number + 1, 1))
-    return found
 
 
 def _ways(values: list[fx.Node], symbol: str) -> list[tuple[int, fx.Node, int]]:
@@ -585,10 +389,6 @@ def _times(size: Any, symbol: str) -> int:
 
 def _commented(code: str, comment: str) -> str:
     return f"{code:<72}  # {comment}" if comment else code
-
-
-def _indented(lines: list[str], width: int) -> list[str]:
-    return [" " * width + line for line in lines]
 
 
 def _wrapped(head: str, items: list[str], tail: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Long statements over several lines."""
+"""How lines of an emitted module are laid out: indented, and long ones over several lines."""
 
 from __future__ import annotations
 
@@ -60,3 +60,7 @@ def _parts(text: str) -> list[str]:
         else:
             found[-1] += letter
     return [part.strip() for part in found if part.strip()]
+
+
+def indented(lines: list[str], width: int) -> list[str]:
+    return [" " * width + line for line in lines]
