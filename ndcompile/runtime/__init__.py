@@ -30,7 +30,8 @@ from ndcompile.runtime.norm import batch_norm, moving_average
 from ndcompile.runtime.random import draw_key, dropout, fold, keep_mask, uniform_bits
 from ndcompile.runtime.recurrent import gru, lstm, rnn_relu, rnn_tanh
 from ndcompile.runtime.sequence import positions
-from ndcompile.runtime.weights import Bucket, StaleWeights, Weight, weight
+from ndcompile.runtime.way import Weight, weight
+from ndcompile.runtime.weights import Bucket, StaleWeights
 
 __all__ = [
     "Block",

@@ -10,8 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ndcompile.runtime import private
+from ndcompile.runtime.harvest import Harvest
+from ndcompile.runtime.lane import Lane
 from ndcompile.runtime.mesh import Mesh
-from ndcompile.runtime.weights import Bucket, Weight
+from ndcompile.runtime.way import Weight
+from ndcompile.runtime.weights import Bucket
 
 
 @dataclass
@@ -19,7 +23,8 @@ class State:
     """What the emitted classes of one program share: parameters and buffers by full name, and how they are cast.
 
     `shapes` are the parameters' shapes, whole along gathered axes and local along all others. Blocks in `without` are
-    left out, and loops run over the others (verification runs a few rounds of many).
+    left out, and loops run over the others (verification runs a few rounds of many). While `accumulating`, gradients
+    are not summed over the axes on which parameters are whole.
     """
 
     mesh: Mesh
@@ -30,13 +35,35 @@ class State:
     reduce: torch.dtype | None = None
     order: list[Bucket] = field(default_factory=list)
     without: frozenset[str] = frozenset()
+    accumulating: bool = False
+    _harvest: Harvest | None = None
+    _ordered: bool = False
+
+    def __post_init__(self) -> None:
+        held = [private.local(p) for p in self.parameters.values()]
+        self.lane = Lane(held[0].device if held else torch.device("cpu"))
 
     def bucket(self, weights: Mapping[str, Weight], prefix: str) -> Bucket:
         """The bucket of a segment; names starting with `/` are full ones, others stand below `prefix`."""
         full = {
             key: w._replace(name=w.name[1:] if w.name[0] == "/" else f"{prefix}.{w.name}") for key, w in weights.items()
         }
-        return Bucket(self.mesh, full, self.parameters, self.shapes, self.compute, self.reduce)
+        return Bucket(self.mesh, full, self.parameters, self.shapes, self.compute, self.reduce, self.lane)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """One call of the program: all gradients that its backward brings are one harvest."""
+        self._harvest = Harvest(self.parameters, self.lane, self._flush)
+        try:
+            yield
+        finally:
+            self._harvest = None
+            self._ordered = True
+
+    def _flush(self, harvest: Harvest) -> None:
+        if not self.accumulating:
+            for bucket in self.order:
+                bucket.flush(harvest)
 
     @contextmanager
     def gathered(self, bucket: Bucket) -> Iterator[tuple[Tensor, ...]]:
@@ -45,18 +72,19 @@ class State:
             if self.order:
                 self.order[-1].next, bucket.previous = bucket, self.order[-1]
             self.order.append(bucket)
-        with bucket.gathered() as weights:
+        keep = self._ordered and bucket is self.order[-1]  # backward asks for it at once
+        with bucket.gathered(self._harvest, keep, self.accumulating) as weights:
             yield weights
 
 
 class Uncompiled:
     """A context whose two ends `torch.compile` leaves as they are; what stands inside may be compiled."""
 
-    def __init__(self, inner: AbstractContextManager[tuple[Tensor, ...]]) -> None:
+    def __init__(self, inner: AbstractContextManager[Any]) -> None:
         self._inner = inner
 
     @torch.compiler.disable
-    def __enter__(self) -> tuple[Tensor, ...]:
+    def __enter__(self) -> Any:
         return self._inner.__enter__()
 
     @torch.compiler.disable
@@ -111,6 +139,11 @@ class Root:
     def gathered(self, title: str) -> Uncompiled:
         """The weights of one stretch of the root, for the length of a with-block."""
         return Uncompiled(self._state.gathered(self._buckets[title]))
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *inputs: Tensor) -> Any:
+        with Uncompiled(self._state.forward()):
+            return self.forward(*inputs)
 
     def block(self, path: str) -> Block:
         return self._blocks[path]

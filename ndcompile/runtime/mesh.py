@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -52,10 +52,17 @@ class Mesh:
     (1, 4, 1)
     """
 
-    def __init__(self, spec: MeshSpec, rank: int = 0, groups: Mapping[tuple[str, ...], str] | None = None) -> None:
+    def __init__(
+        self,
+        spec: MeshSpec,
+        rank: int = 0,
+        groups: Mapping[tuple[str, ...], str] | None = None,
+        weight_groups: Mapping[str, str] | None = None,
+    ) -> None:
         self.spec = spec
         self.rank = rank
         self.groups = None if groups is None else dict(groups)
+        self._weight_groups = dict(weight_groups or {})
         self._coordinate = spec.coordinate(rank)
         self._known: dict[str | tuple[str, ...], Ranks] = {}
 
@@ -71,6 +78,9 @@ class Mesh:
 
         Groups of single axes are those of `device_mesh` where it has them. All ranks of the world must call this
         alike, since each of them takes part in making every group. `timeout` is that of the groups made here.
+
+        On GPUs weights have groups of their own, so that what moves beside the computation and what the computation
+        waits for do not queue behind each other.
         """
         if dist.get_world_size() != spec.world_size:
             raise MeshError(
@@ -82,7 +92,8 @@ class Mesh:
         groups: dict[tuple[str, ...], str] = {}
         for names in dict.fromkeys(names for names in wanted if names):
             groups[names] = _group(spec, names, device_mesh, timeout)
-        return cls(spec, dist.get_rank(), groups)
+        apart = spec.names if private.on_gpus() else ()
+        return cls(spec, dist.get_rank(), groups, {name: _weight_group(spec, name, timeout) for name in apart})
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Ranks:
         """The ranks along an axis, or along several flattened (in mesh order); axes it lacks have one rank."""
@@ -90,6 +101,11 @@ class Mesh:
         if found is None:
             found = self._known[names] = self._ranks((names,) if isinstance(names, str) else names)
         return found
+
+    def for_weights(self, name: str) -> Ranks:
+        """The ranks along an axis, with the group on which weights and their gradients move."""
+        ranks = self[name]
+        return replace(ranks, group=self._weight_groups.get(name, ranks.group))
 
     def _ranks(self, names: tuple[str, ...]) -> Ranks:
         axes, label, index = _parts(self.spec, names), ",".join(names), 0
@@ -161,4 +177,10 @@ def _group(spec: MeshSpec, names: tuple[str, ...], device_mesh: DeviceMesh | Non
     if device_mesh is not None and len(names) == 1 and names[0] in (device_mesh.mesh_dim_names or ()):
         return private.group_name(device_mesh.get_group(names[0]))
     group, _ = dist.new_subgroups_by_enumeration(spec.groups(*names), timeout=timeout)
+    return private.group_name(group)
+
+
+def _weight_group(spec: MeshSpec, name: str, timeout: timedelta | None) -> str:
+    options = private.high_priority()
+    group, _ = dist.new_subgroups_by_enumeration(spec.groups(name), timeout=timeout, pg_options=options)
     return private.group_name(group)

@@ -50,7 +50,7 @@ class ParallelModule(nn.Module):
         root, manifest = self._program()
         tensors = self._prepare(manifest, args, kwargs)
         with torch.autocast(tensors[0].device.type, enabled=False):
-            results = root.forward(*tensors)
+            results = root(*tensors)
         return self._finish(manifest, results)
 
     def compile(self, *args: Any, **options: Any) -> None:

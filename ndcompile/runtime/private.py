@@ -39,6 +39,35 @@ def start_reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
     return _ops.reduce_scatter_tensor(x, "sum", ranks, group)
 
 
+def start_all_gather_each(xs: Sequence[Tensor], ranks: int, group: str) -> list[Tensor]:
+    """`start_all_gather` of each of several tensors, as one collective."""
+    return _ops.all_gather_into_tensor_coalesced(list(xs), ranks, group)
+
+
+def start_reduce_scatter_each(xs: Sequence[Tensor], ranks: int, group: str) -> list[Tensor]:
+    """`start_reduce_scatter` of each of several tensors, as one collective."""
+    return _ops.reduce_scatter_tensor_coalesced(list(xs), "sum", ranks, group)
+
+
+def wait_each(xs: Sequence[Tensor]) -> list[Tensor]:
+    """`wait` for each of several tensors."""
+    return [wait(x) for x in xs]
+
+
+def all_reduce_in_place(x: Tensor, group: str) -> Tensor:
+    """The sum of `x` over a group, in its own memory."""
+    return wait(_ops.all_reduce_(x, "sum", group))
+
+
+def copy_each(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy each value to its place, with a cast; on a GPU by few kernels."""
+    if to[0].is_cuda:
+        torch._foreach_copy_(list(to), list(values))
+        return
+    for place, value in zip(to, values, strict=True):
+        place.copy_(value)
+
+
 def start_all_to_all(x: Tensor, ranks: int, group: str) -> Tensor:
     """Start the exchange of equal parts of dim 0: part `j` goes to rank `j`; `[ranks · n, …] → [ranks · n, …]`."""
     parts = [x.shape[0] // ranks] * ranks
@@ -71,13 +100,15 @@ def local(x: Tensor) -> Tensor:
 
 
 def distributed_like(x: Tensor, like: Tensor) -> Tensor:
-    """Local tensor `x` as a DTensor with the mesh, placements, global shape and stride of the DTensor `like`."""
+    """Local tensor `x` as a DTensor with the mesh, placements, global shape and stride of `like`; a plain one is `x`.
+
+    Without autograd, and so in a tenth of the time of `DTensor.from_local`.
+    """
+    if not is_distributed(like):
+        return x
     from torch.distributed.tensor import DTensor
 
-    assert isinstance(like, DTensor), "a gradient can only be laid out like a DTensor"
-    return DTensor.from_local(
-        x, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return DTensor(x, like._spec, requires_grad=False)
 
 
 def distributed(x: Tensor, device_mesh: DeviceMesh, sharded: Mapping[str, Sequence[int]]) -> Tensor:
@@ -144,9 +175,26 @@ def group_name(group: dist.ProcessGroup) -> str:
     return group.group_name
 
 
+def on_gpus() -> bool:
+    """Whether the world's process group talks between GPUs."""
+    return dist.is_initialized() and "nccl" in str(dist.get_backend())
+
+
+def high_priority() -> object:
+    """Options of a process group whose kernels go before those of the computation."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread (so a forward is a recomputation)."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_number() != -1
+
+
+def backward_number() -> int:
+    """Which backward pass is running in this thread; −1 for none."""
+    return torch._C._current_graph_task_id()
 
 
 def after_backward(function: Callable[[], None]) -> None:

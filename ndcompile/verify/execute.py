@@ -167,7 +167,7 @@ def _without_memory(node: fx.Node, sizes: Mapping[str, int]) -> Tensor:
 def forward_of(root: Root, program: Program, own: Sample, inputs: Sequence[Tensor], rank: int) -> list[Any]:
     """What the text returns for this rank's part of the inputs, and what it makes of the rank's own buffers."""
     mine = [part(x, d, program.mesh, rank) for x, d in zip(inputs, input_dims(program), strict=True)]
-    found = root.forward(*mine, *([own.key] if program.manifest.random else []))
+    found = root(*mine, *([own.key] if program.manifest.random else []))
     return [*found, *(own.buffers[name].clone() for name in program.manifest.updates)]
 
 
@@ -177,7 +177,7 @@ def alone(program: Small, leaves: Mapping[str, Tensor], own: Sample) -> Forward:
     assert root is not None, "a small program has a text for one device"
 
     def forward(inputs: Sequence[Tensor]) -> Sequence[Any]:
-        found = root.forward(*inputs, *([own.key] if program.manifest.random else []))
+        found = root(*inputs, *([own.key] if program.manifest.random else []))
         return [*found, *(own.buffers[name].clone() for name in program.manifest.updates)]
 
     return forward
@@ -306,6 +306,6 @@ def round_trip(small: Small, sizes: Mapping[str, int]) -> tuple[int, str]:
         return walk(graph, lambda node: tensors[node.meta["name"]])
 
     def of_text() -> Any:
-        return root.forward(*inputs, *([tensors["key"]] if large.manifest.random else []))
+        return root(*inputs, *([tensors["key"]] if large.manifest.random else []))
 
     return difference(of_graph, of_text, tensors)

@@ -19,6 +19,7 @@ from ndcompile.runtime import Mesh, private
 from ndcompile.verify.arithmetic import PRIME, Field, NotInDomain, ZeroDenominator, base_name, namespace
 from ndcompile.verify.compare import Comparison, compare
 from ndcompile.verify.execute import on_one_device, on_rank
+from ndcompile.verify.lockstep import single
 from ndcompile.verify.report import Claim
 from ndcompile.verify.sample import draw
 
@@ -48,13 +49,15 @@ class Wires:
             return self._over_each(op, value, options, named)
         return self._start(op, value, options, self.mesh[named].group)
 
-    def _start(self, op: Any, value: Tensor, options: list[Any], group: str) -> Tensor:
+    def _start(self, op: Any, value: Any, options: list[Any], group: str) -> Any:
         """Send residues, or where a maximum is asked for their places; `_wait` makes residues of what has come."""
-        reduction = options[0] if base_name(op) in ("all_reduce", "reduce_scatter_tensor") else None
-        if reduction is None or not value.is_floating_point():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        reduction = options[0] if single(base_name(op)) in ("all_reduce", "reduce_scatter_tensor") else None
+        if reduction is None or not values[0].is_floating_point():
             return op(value, *options, group)
-        started: Tensor = op(value if reduction == "sum" else self.field.order(value), *options, group)
-        self._arrived[private.storage_id(started)] = self._residue if reduction == "sum" else self._element
+        started = op(value if reduction == "sum" else self.field.order(value), *options, group)
+        for x in started if isinstance(started, (list, tuple)) else [started]:
+            self._arrived[private.storage_id(x)] = self._residue if reduction == "sum" else self._element
         return started
 
     def _wait(self, started: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Request:
 
     op: str
     group: str
-    value: Tensor
+    values: tuple[Tensor, ...]
     options: tuple[Any, ...]
     line: str
 
@@ -51,10 +51,10 @@ class Request:
     def kind(self) -> tuple[Any, ...]:
         """What ranks must agree on. How many rows go to whom is each rank's own: `perform` looks at both ends."""
         options = () if self.op == "all_to_all_single" else self.options
-        return self.op, self.group, tuple(self.value.shape), self.value.dtype, options
+        return self.op, self.group, tuple((tuple(x.shape), x.dtype) for x in self.values), options
 
     def __str__(self) -> str:
-        return f"{self.op}({self.group}) of {list(self.value.shape)}{self.line}"
+        return f"{self.op}({self.group}) of {', '.join(str(list(x.shape)) for x in self.values)}{self.line}"
 
 
 @dataclass
@@ -62,7 +62,7 @@ class _Rank(Generic[T]):
     number: int
     go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     request: Request | None = None
-    answer: Tensor | None = None
+    answer: list[Tensor] | None = None
     result: T | None = None
     error: BaseException | None = None
     done: bool = False
@@ -132,19 +132,24 @@ class _Lockstep(Generic[T]):
             return self._collective(rank, base_name(op), args)
         return self.domain.run(op, args, kwargs)
 
-    def _collective(self, rank: _Rank[T], op: str, args: tuple[Any, ...]) -> Tensor:
+    def _collective(self, rank: _Rank[T], op: str, args: tuple[Any, ...]) -> Tensor | list[Tensor]:
         if op == "wait_tensor":
             return self._wait(rank, args[0])
         value, *options, group = args
-        rank.request = Request(op, group, value, tuple(map(_plain, options)), _line())
+        several = isinstance(value, (list, tuple))
+        values = tuple(value) if several else (value,)
+        rank.request = Request(single(op), group, values, tuple(map(_plain, options)), _line())
         self.back.release()
         rank.go.acquire()
         if self.over:
             raise _Abort
         assert rank.answer is not None, "the scheduler answers a request before it lets the rank go on"
-        started = torch.full_like(rank.answer, GARBAGE)
-        rank.flying[private.storage_id(started)] = rank.answer
-        return started
+        started = [
+            value.fill_(GARBAGE) if op.endswith("_") else torch.full_like(answer, GARBAGE)
+            for value, answer in zip(values, rank.answer, strict=True)
+        ]
+        rank.flying |= {private.storage_id(x): answer for x, answer in zip(started, rank.answer, strict=True)}
+        return started if several else started[0]
 
     def _wait(self, rank: _Rank[T], started: Tensor) -> Tensor:
         finished = rank.flying.pop(private.storage_id(started), None)
@@ -199,14 +204,24 @@ class _Lockstep(Generic[T]):
         raise RanksDisagree(f"rank {rank.number} is in {request}, but rank {odd.number} {there}")
 
 
-def perform(domain: Domain, requests: Sequence[Request]) -> list[Tensor]:
+def single(op: str) -> str:
+    """The collective that an op does: it may do several as one, or in the memory that it is given."""
+    return op.removesuffix("_").removesuffix("_coalesced")
+
+
+def perform(domain: Domain, requests: Sequence[Request]) -> list[list[Tensor]]:
     """A collective: from what each rank gives to what each gets, in the group's order."""
-    first, values, ranks = requests[0], [r.value for r in requests], len(requests)
+    each = zip(*(r.values for r in requests), strict=True)
+    return [list(got) for got in zip(*(_perform(domain, requests, values) for values in each), strict=True)]
+
+
+def _perform(domain: Domain, requests: Sequence[Request], values: Sequence[Tensor]) -> list[Tensor]:
+    first, ranks = requests[0], len(requests)
     if first.op == "all_reduce":
         whole = domain.reduce(first.options[0], values)
         return [whole] * ranks
     if first.op == "all_gather_into_tensor":
-        whole = torch.cat(values)
+        whole = torch.cat(list(values))
         return [whole] * ranks
     if first.op == "reduce_scatter_tensor":
         return list(domain.reduce(first.options[0], values).chunk(ranks))

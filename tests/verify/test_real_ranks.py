@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import Tensor
 
 import ndcompile as nd
 from ndcompile.placement import BY_NAME
-from ndcompile.runtime import collectives, flat, private
+from ndcompile.runtime import collectives, parts, private, way
 from ndcompile.verify.__main__ import main
 from ndcompile.verify.payloads import payloads
 from ndcompile.verify.real_ranks import Job, OnRanks, References, claims_of, report, verify_on_ranks
@@ -53,11 +53,11 @@ def turned(x: Tensor, along: Any) -> Tensor:
     return gather(x, along).roll(x.shape[along.dim], along.dim)
 
 
-def turned_weights(flat_buffer: Tensor, parts: Any, axis: Any, wholes: Sequence[Tensor]) -> None:
-    split_gathered(flat_buffer.view(axis.size, -1).roll(1, 0).flatten(), parts, axis, wholes)
+def turned_weights(got: Tensor, part: Any, axis: Any) -> Tensor:
+    return whole_of_gathered(got.view(axis.size, -1).roll(1, 0).flatten(), part, axis)
 
 
-split_gathered = flat.split_gathered
+whole_of_gathered = parts.whole_of_gathered
 
 
 def unwaited(x: Tensor, along: Any) -> Tensor:
@@ -92,7 +92,7 @@ def on_two_ranks() -> dict[str, list[tuple[str, bool | None, str]]]:
     wrong = replace(program, source=str(program).replace(line, 'mlp_norm_bias=weight("mlp_norm.bias")'))
     found["not reduced"] = [OnRanks(job, wrong).trained(right, "eager")]
     sharded = OnRanks(job, job.compiled("dp_shard=2"))
-    with patched(flat, "split_gathered", turned_weights):
+    with patched(way, "whole_of_gathered", turned_weights):
         found["weights in another order"] = [sharded.payloads()]
     found["weights"] = [sharded.payloads()]
     assert report(here, found["right"]) and not report(here, found["no wait"])
