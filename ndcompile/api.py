@@ -124,13 +124,17 @@ def parallelize(
     dynamic_dims: DynamicDims | None = None,
     cp_attention: str | None = None,
     init: str = "check",
+    cuda_graph: bool = False,
 ) -> ParallelModule:
     """Compile a model and bind it to this process's place on the mesh; run by every rank alike, under torchrun.
 
     `init="check"` compares the parameters of all ranks and raises if they differ, `"broadcast"` takes rank 0's. A model
-    on the meta device gets its parameters sharded from the start, filled with zeros. See `compile` for the rest.
+    on the meta device gets its parameters sharded from the start, filled with zeros. `cuda_graph=True` records a
+    training step after the first ones, and replays it: inputs then have fixed shapes, only the program's own losses
+    have gradients, and each step's gradients lie in the same memory. See `compile` for the rest.
     """
     bind.join_world()
+    together(lambda: _require_gpus(cuda_graph))
     model = model if loss_fn is None else together(lambda: with_loss(model, loss_fn))
     planning.check_option("init", init, ("check", "broadcast"))
     example = planning.examples(model) if example_inputs is None else example_inputs
@@ -148,7 +152,19 @@ def parallelize(
             planning.skeleton(model).train(training), program.mesh, example, pins, asked, of_other_mode=True
         )
 
-    return bind.bind(program, model, mesh, other, init)
+    module = bind.bind(program, model, mesh, other, init)
+    if cuda_graph:
+        module.record()
+    return module
+
+
+def _require_gpus(cuda_graph: bool) -> None:
+    if cuda_graph and bind.own_device().type != "cuda":
+        raise CompileError(
+            "cuda_graph=True, and this rank has no GPU of its own",
+            why="a CUDA graph is recorded from a GPU's streams",
+            tries="cuda_graph=False, or a process group over NCCL with a GPU for each rank",
+        )
 
 
 def load(path: str | Path, model: nn.Module | None = None, init: str = "check") -> ParallelModule:

@@ -102,7 +102,7 @@ def copied(graph: fx.GraphModule) -> fx.GraphModule:
 PIPELINE: tuple[Step, ...] = (
     Step("drop_noops", lambda job: drop_noops(job.graph), (checks.no_noops,)),
     Step("recognise_masks", lambda job: recognise_masks(job.graph, job.buffers)),
-    Step("share_keys", lambda job: share_keys(job.graph, job.mesh)),
+    Step("share_keys", lambda job: share_keys(job.graph, job.mesh, job.precision.compute)),
     Step("recognise_experts", lambda job: recognise_experts(job.graph)),
     Step("lower_recurrent", lambda job: lower_recurrent(job.graph)),
     Step("lower_losses", lambda job: lower_losses(job.graph)),

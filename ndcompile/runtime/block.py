@@ -53,17 +53,27 @@ class State:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """One call of the program: all gradients that its backward brings are one harvest."""
-        self._harvest = Harvest(self.parameters, self.lane, self._flush)
+        self._harvest = Harvest(self.parameters, self.lane, None if self.accumulating else self._flush)
         try:
             yield
         finally:
             self._harvest = None
             self._ordered = True
 
+    def settle(self) -> None:
+        """Drop what was started ahead, and wait for all that moves."""
+        for bucket in self.order:
+            bucket.release()
+        self.lane.join_all()
+
+    def drop_deferred(self) -> None:
+        """Forget the gradients that microbatches have held back."""
+        for bucket in self.order:
+            bucket.defer({})
+
     def _flush(self, harvest: Harvest) -> None:
-        if not self.accumulating:
-            for bucket in self.order:
-                bucket.flush(harvest)
+        for bucket in self.order:
+            bucket.flush(harvest)
 
     @contextmanager
     def gathered(self, bucket: Bucket) -> Iterator[tuple[Tensor, ...]]:

@@ -85,7 +85,9 @@ class _CrossEntropy(torch.autograd.Function):
         if smoothing:
             slope = slope - smoothing / size
         here, mine = _local(target, start, columns, size, logits.shape[1], ignore_index)
-        slope = slope.scatter_add(1, here.unsqueeze(1), (mine.to(x.dtype) * (smoothing - 1)).unsqueeze(1))
+        column = torch.arange(x.shape[1], device=x.device)
+        meant = (column == here.unsqueeze(1)) & mine.unsqueeze(1)  # compiled, it has no memory of its own
+        slope = torch.where(meant, slope + (smoothing - 1), slope)
         gradient = private.cast(gradient, x.dtype).masked_fill(target == ignore_index, 0)
         slope = slope * gradient.unsqueeze(1)
         return private.cast(slope, logits.dtype), *(None,) * 8

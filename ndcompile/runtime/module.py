@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from ndcompile.runtime.block import Root
 from ndcompile.runtime.manifest import InputPlan, Manifest
 from ndcompile.runtime.mesh import Mesh
 from ndcompile.runtime.random import draw_key
+from ndcompile.runtime.recorded import Recorder
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -39,6 +41,8 @@ class ParallelModule(nn.Module):
         self._mesh, self._device_mesh, self._make = mesh, device_mesh, make
         self._programs: dict[bool, tuple[Root, Manifest]] = {}
         self._compile_options: dict[str, Any] | None = None
+        self._recorder: Recorder | None = None
+        self._records = False
         self._held: Mapping[str, object] = {}
         self._checked = False
 
@@ -50,7 +54,7 @@ class ParallelModule(nn.Module):
         root, manifest = self._program()
         tensors = self._prepare(manifest, args, kwargs)
         with torch.autocast(tensors[0].device.type, enabled=False):
-            results = root(*tensors)
+            results = self._runner(root)(*tensors)
         return self._finish(manifest, results)
 
     def compile(self, *args: Any, **options: Any) -> None:
@@ -60,6 +64,45 @@ class ParallelModule(nn.Module):
         self._compile_options = options
         for root, _ in self._programs.values():
             type(root).compile(**options)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Forwards inside are of microbatches that are not the last: the last one is called outside.
+
+        Gradients are then not reduced over the axes on which parameters are whole (`dp_replicate`, and `tp` or `cp`
+        for some); the backward of the last microbatch reduces the sum. Until then those parameters have no new
+        gradient, and an optimizer's step is an error.
+        """
+        if self._records:
+            raise CallError(
+                "accumulate() of a recorded model\n"
+                "  why  the CUDA graph of a step reduces every gradient\n"
+                "  try  nd.parallelize without cuda_graph, or backward for each microbatch without accumulate()"
+            )
+        state = self._program()[0]._state
+        before, state.accumulating = state.accumulating, True
+        try:
+            yield
+        finally:
+            state.accumulating = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `nn.Module.zero_grad`; what `accumulate` holds back is dropped too."""
+        super().zero_grad(set_to_none)
+        for root, _ in self._programs.values():
+            root._state.drop_deferred()
+
+    def record(self) -> None:
+        """Run training steps as CUDA graphs, recorded after the first ones."""
+        self._records = True
+
+    @torch.compiler.disable
+    def _runner(self, root: Root) -> Callable[..., tuple[Any, ...]]:
+        if not self._records or not self.training:
+            return root
+        if self._recorder is None:
+            self._recorder = Recorder(root)
+        return self._recorder
 
     @property
     def program(self) -> Manifest:

@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -148,6 +152,30 @@ def _count_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 register_optimizer_step_post_hook(_count_step)
+
+
+class UnfinishedGradients(RuntimeError):
+    """An optimizer was to step while gradients were held back by `accumulate`."""
+
+
+def owe(parameter: Tensor, owed: bool) -> None:
+    """Note that a part of the parameter's gradient is held back, or that it no longer is."""
+    setattr(parameter, _OWED, owed)
+
+
+_OWED = "_ndcompile_owed"
+
+
+def _refuse_unfinished(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    if any(getattr(p, _OWED, False) for group in optimizer.param_groups for p in group["params"]):
+        raise UnfinishedGradients(
+            "step of an optimizer before the last microbatch\n"
+            "  why  gradients of the microbatches under accumulate() have not been reduced\n"
+            "  try  the forward of the last microbatch outside of accumulate(), and its backward before the step"
+        )
+
+
+register_optimizer_step_pre_hook(_refuse_unfinished)
 
 
 def strided_shard(dim: int, parts: int) -> object:

@@ -100,25 +100,20 @@ def _gathered(ways: Sequence[Way], held: Sequence[Tensor]) -> list[Tensor]:
     return now
 
 
-Deferred = dict[int, Tensor]
-"""Gradients that are not yet summed over the axes of `reduce`, by the weight's number."""
-
-
 def reduced(
-    ways: Sequence[Way], gradients: Mapping[int, Tensor], dtype: torch.dtype | None, deferred: Deferred, defer: bool
-) -> dict[int, Tensor]:
-    """The gradients after their collectives, by the weight's number; those of one axis by one call.
+    ways: Sequence[Way], gradients: Mapping[int, Tensor], dtype: torch.dtype | None, deferred: Mapping[int, Tensor],
+    defer: bool,
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:  # fmt: skip
+    """The gradients after their collectives, by the weight's number, and what is now deferred.
 
-    With `defer`, what has axes to be summed over is added to `deferred` instead; without, `deferred` is taken along.
+    What was deferred is taken along. With `defer`, nothing is summed over the axes of `reduce`: it is deferred.
     """
     now = _scattered(ways, gradients, dtype)
-    waiting = {i: now.pop(i) for i in list(now) if ways[i].reduce}
-    for i, x in waiting.items():
-        waiting[i] = deferred.pop(i) + x if i in deferred else x
+    waiting = {i: deferred[i] + now.pop(i) if i in deferred else now.pop(i) for i in list(now) if ways[i].reduce}
     if defer:
-        deferred |= waiting
-        return now
-    return now | summed(ways, waiting, dtype)
+        return now, {**deferred, **waiting}
+    left = {i: x for i, x in deferred.items() if i not in waiting}
+    return now | summed(ways, waiting, dtype), left
 
 
 def _scattered(ways: Sequence[Way], gradients: Mapping[int, Tensor], dtype: torch.dtype | None) -> dict[int, Tensor]:

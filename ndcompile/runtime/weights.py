@@ -50,7 +50,7 @@ class Bucket:
         self.reduce = reduce
         self.next: Bucket | None = None
         self.previous: Bucket | None = None
-        self.deferred: dict[int, Tensor] = {}
+        self._deferred: dict[int, Tensor] = {}
         self._names = tuple(weight.name for weight in weights.values())
         self._type = _weights_type(tuple(weights))
         self._ways = [Way.of(mesh, weight, tuple(shapes[weight.name])) for weight in weights.values()]
@@ -71,12 +71,12 @@ class Bucket:
         with torch.no_grad():
             weights = self._take()
             self._prefetch()
-        use = _Use(self, weights, self._versions())
+        use = _Use(self, weights, self._versions(), keep)
         if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
             harvest = harvest or Harvest(dict(zip(self._names, parameters, strict=True)), self._lane)
             weights = _Deliver.apply(self, use, harvest, defer, weights, harvest.token)
         named = self._type(*weights)
-        hidden = self._moves and not keep and torch.is_grad_enabled()
+        hidden = self._moves and torch.is_grad_enabled()
         del weights
         with saved_tensors_hooks(use.pack, use.unpack) if hidden else nullcontext():
             yield named
@@ -88,11 +88,17 @@ class Bucket:
 
     def flush(self, harvest: Harvest) -> None:
         """Bring the gradients that were deferred and that no later backward took along."""
-        waiting, self.deferred = self.deferred, {}
-        if waiting:
+        if self._deferred:
             with torch.no_grad(), self._lane():
-                found = summed(self._ways, waiting, self.reduce)
+                found = summed(self._ways, self._deferred, self.reduce)
             self._bring(harvest, found)
+            self.defer({})
+
+    def defer(self, gradients: dict[int, Tensor]) -> None:
+        """Hold back these gradients, which have not been summed over the axes of `reduce`, in place of others."""
+        for i in {*self._deferred, *gradients}:
+            private.owe(self.parameters[self._names[i]], i in gradients)
+        self._deferred = gradients
 
     def _held(self) -> list[Tensor]:
         return [self.parameters[name] for name in self._names]
@@ -139,8 +145,10 @@ class Bucket:
     def _reduce(self, gradients: Mapping[int, Tensor], harvest: Harvest, defer: bool) -> None:
         """Start the gradients' collectives, and bring what comes of them."""
         with self._lane(*gradients.values()):
-            found = reduced(self._ways, gradients, self.reduce, self.deferred, defer)
+            found, deferred = reduced(self._ways, gradients, self.reduce, self._deferred, defer)
         self._bring(harvest, found)
+        if deferred or self._deferred:
+            self.defer(deferred)
 
     def _bring(self, harvest: Harvest, found: Mapping[int, Tensor]) -> None:
         with self._lane():
@@ -159,22 +167,26 @@ class _Saved(NamedTuple):
 
 
 class _Use:
-    """One forward through a bucket: hides gathered weights from autograd, and gathers them again once for backward."""
+    """One forward through a bucket: hides gathered weights from autograd, and gathers them again once for backward.
 
-    def __init__(self, bucket: Bucket, weights: list[Tensor], versions: tuple[int, ...]):
+    With `keep` it has them at hand; that they are asked for still starts what is needed next.
+    """
+
+    def __init__(self, bucket: Bucket, weights: list[Tensor], versions: tuple[int, ...], keep: bool = False):
         self._bucket = bucket
         self._versions = versions
         self._open = {
             private.storage_id(x): i for i, (x, way) in enumerate(zip(weights, bucket._ways, strict=True)) if way.stages
         }
         self._again: list[Tensor] | None = None
+        self._kept = weights if keep else None
         self._packed = False
         bucket._uses.add(self)
 
     @property
     def waiting(self) -> bool:
         """Backward will ask for weights that are not there yet."""
-        return self._packed and self._again is None
+        return self._packed and self._again is None and self._kept is None
 
     def close(self) -> None:
         """The block has ended: the memory of its weights may be another's now."""
@@ -206,12 +218,12 @@ class _Use:
                 f"  try  backward before the optimizer's step"
             )
         with torch.no_grad():
-            self._again = bucket._take()
+            self._again, self._kept = self._kept or bucket._take(), None
             bucket._prefetch_back()
 
     def free(self) -> None:
         """All gradients have arrived; another backward would gather anew."""
-        self._again = None
+        self._again = self._kept = None
         self._packed = False
 
 

@@ -1,0 +1,118 @@
+"""Recorded steps (`cuda_graph=True`) against the same steps as they are, on two GPUs, in float64.
+
+    python -m torch.distributed.run --nproc-per-node 2 -m tests.gpu.recorded
+
+Eight steps of AdamW, of which the third accumulates two batches; then what a recorded model refuses. A JSON line for
+each model and mesh: the furthest parameter. Exit status 1 above 1e-10, or where something was not refused.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ndcompile as nd
+from ndcompile.mesh import MeshSpec
+from ndcompile.runtime import StaleWeights
+from ndcompile.runtime.recorded import RecordedError
+from tests.claims import whole
+from tests.equivalence.compare import distance, own_rows
+from tests.equivalence.registry import MODELS
+from tests.torchrun import join
+
+NAMES = ("llama", "gpt", "gpt with dropout", "shared block")
+MESHES = ("dp_replicate=2", "dp_shard=2", "tp=2", "cp=2")
+STEPS, ACCUMULATED, BAR = 8, 6, 1e-10
+
+
+def trained(name: str, mesh: str, compiled: bool, **options: Any) -> tuple[nd.ParallelModule, dict[str, Tensor], float]:
+    torch.manual_seed(0)
+    model, batch = MODELS[name](8)
+    parallel = nd.parallelize(model.double(), mesh, batch, float64=True, **options)
+    if compiled:
+        parallel.compile()
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, eps=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        for _ in range(2 if step == ACCUMULATED else 1):
+            loss = parallel(**mine(shuffled(batch, generator), mesh))["loss"]
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {n: whole(p.detach()).cpu() for n, p in parallel.named_parameters()}
+    return parallel, found, float(loss)
+
+
+def shuffled(batch: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
+    order = torch.randperm(8, generator=generator)
+    return {name: x[order] for name, x in batch.items()}
+
+
+def mine(batch: dict[str, Any], mesh: str) -> dict[str, Any]:
+    rows = own_rows(batch, MeshSpec.parse(mesh), dist.get_rank())
+    return {name: x.cuda() for name, x in rows.items()}
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    for compiled in (False, True):
+        for name in NAMES[:1] if compiled else NAMES:
+            for mesh in MESHES:
+                yield dict(model=name, mesh=mesh, compiled=compiled) | _row(name, mesh, compiled)
+
+
+def _row(name: str, mesh: str, compiled: bool) -> dict[str, Any]:
+    try:
+        _, right, loss = trained(name, mesh, compiled)
+    except nd.CompileError as error:
+        return dict(refused=str(error).splitlines()[0])
+    parallel, found, recorded = trained(name, mesh, compiled, cuda_graph=True)
+    far = max(distance(found[n], right[n], 1e-12) for n in right)
+    row: dict[str, Any] = dict(furthest=far, loss=loss, recorded=recorded, holds=far <= BAR)
+    return row | (dict(refuses=refusals(parallel, name, mesh)) if not compiled and name == "gpt" else {})
+
+
+def refusals(parallel: nd.ParallelModule, name: str, mesh: str) -> dict[str, bool]:
+    torch.manual_seed(0)
+    _, batch = MODELS[name](8)
+    _, longer = MODELS[name](16)
+
+    def refused(call: Any, error: type[Exception]) -> bool:
+        try:
+            call()
+        except error:
+            return True
+        return False
+
+    first = parallel(**mine(batch, mesh))["loss"]
+    second = parallel(**mine(batch, mesh))["loss"]
+    found = dict(
+        an_earlier_backward=refused(first.backward, RecordedError),
+        another_shape=refused(lambda: parallel(**mine(longer, mesh)), RecordedError),
+        accumulate=refused(lambda: parallel.accumulate().__enter__(), ValueError),
+    )
+    with torch.no_grad():
+        next(iter(parallel.parameters())).mul_(1.0)
+    return found | dict(stale_weights=refused(second.backward, StaleWeights))
+
+
+def main() -> None:
+    join(120)
+    fine = True
+    for row in rows():
+        fine &= row.get("holds", True) and all(row.get("refuses", {}).values())
+        if dist.get_rank() == 0:
+            print(json.dumps(row), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(0 if fine else 1)
+
+
+if __name__ == "__main__":
+    main()
