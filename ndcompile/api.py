@@ -143,14 +143,13 @@ def parallelize(
         cp_attention=cp_attention, world_size=torch.distributed.get_world_size(),
     )  # fmt: skip
     program = together(lambda: compile(model, mesh, example, **options))
+    bare = planning.skeleton(model)  # the whole model's memory is the caller's to keep or to free
 
     def other(training: bool) -> Program:
         """The program of the other mode, with the parameters where they lie already and modules as the user pinned."""
         pins = for_other_mode(read_pins(placements, program.mesh), {n: p.layout for n, p in program.parameters.items()})
         asked = Asked(precision or Precision(), outputs == "local", float64, dynamic_dims, cp_attention)
-        return _program(
-            planning.skeleton(model).train(training), program.mesh, example, pins, asked, of_other_mode=True
-        )
+        return _program(bare.train(training), program.mesh, example, pins, asked, of_other_mode=True)
 
     module = bind.bind(program, model, mesh, other, init)
     if cuda_graph:

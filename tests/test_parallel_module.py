@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -496,6 +498,18 @@ def saved_bytes(module: nn.Module, batch: Batch) -> int:
     return sum(x.untyped_storage().nbytes() for x in kept.values())
 
 
+def the_whole_model_can_be_freed() -> None:
+    """Nothing of what `parallelize` leaves behind holds the parameters that it was given, nor does eval mode."""
+    model = seeded(Stack)
+    held = [weakref.ref(p) for p in model.parameters()]
+    parallel = nd.parallelize(model, "dp_shard=2", tokens())
+    del model
+    gc.collect()
+    assert not any(parameter() is not None for parameter in held)
+    parallel.eval()
+    parallel(**own(tokens()))
+
+
 def gathered_weights_are_not_kept_for_backward() -> None:
     """What dp_shard keeps grows with the batch alone: nothing is left when a sample's share is taken away. The last
     bucket has its weights at hand.
@@ -572,6 +586,7 @@ ON_TWO: Claims = (
     a_transformers_model_needs_no_example_inputs,
     low_precision_stays_near_on_tp,
     low_precision_stays_near_on_dp_shard,
+    the_whole_model_can_be_freed,
     gathered_weights_are_not_kept_for_backward,
 )
 ON_FOUR: Claims = (

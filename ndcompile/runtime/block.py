@@ -51,9 +51,12 @@ class State:
         return Bucket(self.mesh, full, self.parameters, self.shapes, self.compute, self.reduce, self.lane)
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """One call of the program: all gradients that its backward brings are one harvest."""
-        self._harvest = Harvest(self.parameters, self.lane, None if self.accumulating else self._flush)
+    def forward(self, leaves: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """One call of the program: all gradients that its backward brings are one harvest, of the parameters or of
+        `leaves` in their place.
+        """
+        ends = self.parameters if leaves is None else leaves
+        self._harvest = Harvest(ends, self.lane, None if self.accumulating else self._flush)
         try:
             yield
         finally:

@@ -47,6 +47,7 @@ class Tape:
     def __init__(self, root: Root, inputs: tuple[Tensor, ...]) -> None:
         self._state = state = root._state
         self._parameters = [p for p in state.parameters.values() if p.requires_grad]
+        leaves = {n: private.local(p).requires_grad_() for n, p in state.parameters.items() if p.requires_grad}
         self._inputs = [x.clone() for x in inputs]
         self.number = 0
         state.settle()
@@ -54,7 +55,8 @@ class Tape:
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._forward, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self._results: tuple[Any, ...] = root(*self._inputs)
+            with state.forward(leaves):  # parameters' own ends of a graph belong to the stream of an earlier step
+                self._results: tuple[Any, ...] = root.forward(*self._inputs)
             state.lane.join_all()
         tensors = [x for x in self._results if isinstance(x, Tensor)]
         self.differentiable = [x.requires_grad for x in tensors]
@@ -62,7 +64,7 @@ class Tape:
         losses = [tensors[i] for i in self._scalars]
         self._cotangents = [torch.ones_like(x) for x in losses]
         with torch.cuda.graph(self._backward, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            found = torch.autograd.grad(losses, self._parameters, self._cotangents, allow_unused=True)
+            found = torch.autograd.grad(losses, list(leaves.values()), self._cotangents, allow_unused=True)
             state.lane.join_all()
         self._gradients = [None if g is None else g.detach() for g in found]
         self._results = tuple(x.detach() if isinstance(x, Tensor) else x for x in self._results)
@@ -96,7 +98,7 @@ class Tape:
         self._leave_accumulated()
         self._backward.replay()
         return [
-            None if g is None else private.distributed_like(private.local(g), p)
+            None if g is None else private.distributed_like(g.detach(), p)
             for g, p in zip(self._gradients, self._parameters, strict=True)
         ]
 

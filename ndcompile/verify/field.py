@@ -16,8 +16,8 @@ MOVES = frozenset(
     "narrow split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unbind as_strided cat stack copy_ copy "
     "_foreach_copy_ lift_fresh_copy contiguous embedding index_select index gather take_along_dim masked_fill_zero "
     "slice_backward select_backward slice_scatter select_scatter unfold diagonal flip roll repeat zeros_like "
-    "empty_like new_empty new_zeros empty_strided zero_ new_empty_strided tril triu _reshape_alias view_as constant_pad_nd_zero "
-    "masked_select resize_ isinf isnan unfold_backward diagonal_backward ones_like new_ones".split()
+    "empty_like new_empty new_zeros empty_strided zero_ new_empty_strided tril triu _reshape_alias view_as "
+    "constant_pad_nd_zero masked_select resize_ isinf isnan unfold_backward diagonal_backward ones_like new_ones".split()
 )
 """Ops that move elements, or make zeros and ones: torch's own do that to residues as well."""
 

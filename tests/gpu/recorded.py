@@ -1,6 +1,6 @@
 """Recorded steps (`cuda_graph=True`) against the same steps as they are, on two GPUs, in float64.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m tests.gpu.recorded
+    python -m torch.distributed.run --nproc-per-node 2 -m tests.gpu.recorded [MODEL …]
 
 Eight steps of AdamW, of which the third accumulates two batches; then what a recorded model refuses. A JSON line for
 each model and mesh: the furthest parameter. Exit status 1 above 1e-10, or where something was not refused.
@@ -62,7 +62,7 @@ def mine(batch: dict[str, Any], mesh: str) -> dict[str, Any]:
 
 def rows() -> Iterator[dict[str, Any]]:
     for compiled in (False, True):
-        for name in NAMES[:1] if compiled else NAMES:
+        for name in NAMES[:1] if compiled else sys.argv[1:] or NAMES:
             for mesh in MESHES:
                 yield dict(model=name, mesh=mesh, compiled=compiled) | _row(name, mesh, compiled)
 
