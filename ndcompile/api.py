@@ -129,12 +129,14 @@ def parallelize(
     """Compile a model and bind it to this process's place on the mesh; run by every rank alike, under torchrun.
 
     `init="check"` compares the parameters of all ranks and raises if they differ, `"broadcast"` takes rank 0's. A model
-    on the meta device gets its parameters sharded from the start, filled with zeros. `cuda_graph=True` records a
-    training step after the first ones, and replays it: inputs then have fixed shapes, only the program's own losses
-    have gradients, and each step's gradients lie in the same memory. See `compile` for the rest.
+    on the meta device gets its parameters sharded from the start, filled with zeros. `cuda_graph=True` (on a mesh of
+    `dp_replicate` alone) records a training step after the first ones, and replays it: inputs then have fixed shapes,
+    only the program's own losses have gradients, and each step's gradients lie in the same memory. See `compile` for
+    the rest.
     """
     bind.join_world()
-    together(lambda: _require_gpus(cuda_graph))
+    if cuda_graph:
+        together(lambda: _require_recordable(MeshSpec.parse(mesh, torch.distributed.get_world_size())))
     model = model if loss_fn is None else together(lambda: with_loss(model, loss_fn))
     planning.check_option("init", init, ("check", "broadcast"))
     example = planning.examples(model) if example_inputs is None else example_inputs
@@ -157,8 +159,15 @@ def parallelize(
     return module
 
 
-def _require_gpus(cuda_graph: bool) -> None:
-    if cuda_graph and bind.own_device().type != "cuda":
+def _require_recordable(mesh: MeshSpec) -> None:
+    others = [axis.name for axis in mesh.axes if axis.kind != "dp_replicate" and axis.size > 1]
+    if others:
+        raise CompileError(
+            f"cuda_graph=True on a mesh with '{others[0]}'",
+            why="recorded gathers and reduce-scatters did not give what they give unrecorded (tests/gpu/recorded.py)",
+            tries="cuda_graph=False, or a mesh of dp_replicate alone",
+        )
+    if bind.own_device().type != "cuda":
         raise CompileError(
             "cuda_graph=True, and this rank has no GPU of its own",
             why="a CUDA graph is recorded from a GPU's streams",

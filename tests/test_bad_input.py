@@ -475,6 +475,14 @@ def unknown_init(rank: int) -> None:
     parallel_mlp(init="random")
 
 
+def recorded_without_a_gpu(rank: int) -> None:
+    parallel_mlp("dp_replicate=2", cuda_graph=True)
+
+
+def recorded_gathers(rank: int) -> None:
+    parallel_mlp("tp=2", cuda_graph=True)
+
+
 def missing_file(rank: int) -> None:
     nd.load("nowhere.py")
 
@@ -567,6 +575,16 @@ ON_RANKS: dict[Callable[[int], None], str | list[str]] = {
         "  try  a hook on the whole model, or write its effect into the model before it is compiled",
     ),
     unknown_init: lines("init='random' is no option", "  try     'check' or 'broadcast'"),
+    recorded_without_a_gpu: lines(
+        "cuda_graph=True, and this rank has no GPU of its own",
+        "  why     a CUDA graph is recorded from a GPU's streams",
+        "  try     cuda_graph=False, or a process group over NCCL with a GPU for each rank",
+    ),
+    recorded_gathers: lines(
+        "cuda_graph=True on a mesh with 'tp'",
+        "  why     recorded gathers and reduce-scatters did not give what they give unrecorded (tests/gpu/recorded.py)",
+        "  try     cuda_graph=False, or a mesh of dp_replicate alone",
+    ),
     missing_file: lines("there is no file nowhere.py", "  try     the path that program.save was given"),
 }
 

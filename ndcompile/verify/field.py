@@ -17,7 +17,8 @@ MOVES = frozenset(
     "_foreach_copy_ lift_fresh_copy contiguous embedding index_select index gather take_along_dim masked_fill_zero "
     "slice_backward select_backward slice_scatter select_scatter unfold diagonal flip roll repeat zeros_like "
     "empty_like new_empty new_zeros empty_strided zero_ new_empty_strided tril triu _reshape_alias view_as "
-    "constant_pad_nd_zero masked_select resize_ isinf isnan unfold_backward diagonal_backward ones_like new_ones".split()
+    "constant_pad_nd_zero masked_select resize_ isinf isnan unfold_backward diagonal_backward ones_like "
+    "new_ones".split()
 )
 """Ops that move elements, or make zeros and ones: torch's own do that to residues as well."""
 
@@ -346,10 +347,21 @@ def _convolution(d: Field, x: Tensor, weight: Tensor, bias: Tensor | None, *args
 def _convolution_backward(
     d: Field, gradient: Tensor, x: Tensor, weight: Tensor, bias: Any, *args: Any
 ) -> tuple[Tensor | None, ...]:
-    each = math.prod(gradient.shape) // gradient.shape[1]
-    assert max(each, math.prod(weight.shape) // weight.shape[1]) <= LONGEST, "exact up to 8192 products an element"
-    found = torch.ops.aten.convolution_backward(gradient, x, weight, bias, *args)
-    return tuple(None if g is None else d.mod(g) for g in found)
+    """A few samples at a time, so that no sum of products is longer than what is exact."""
+    positions = math.prod(gradient.shape[2:])
+    longest = max(positions, math.prod(weight.shape) // weight.shape[1])
+    assert longest <= LONGEST, f"a convolution of {longest} products an element: exact up to {LONGEST}"
+    samples = LONGEST // positions
+    parts = [
+        torch.ops.aten.convolution_backward(g, part, weight, bias, *args)
+        for g, part in zip(gradient.split(samples), x.split(samples), strict=True)
+    ]
+    of_x, of_weight, of_bias = zip(*parts, strict=True)
+    return (
+        None if of_x[0] is None else d.mod(torch.cat(of_x)),
+        None if of_weight[0] is None else d.mod(torch.stack([d.mod(g) for g in of_weight]).sum(0)),
+        None if of_bias[0] is None else d.mod(torch.stack([d.mod(g) for g in of_bias]).sum(0)),
+    )
 
 
 def _nll_loss(d: Field, x: Tensor, target: Tensor, weight: Any, reduction: int, ignore: int) -> tuple[Tensor, Tensor]:

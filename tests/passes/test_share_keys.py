@@ -1,4 +1,4 @@
-"""Keys and values that a model repeats for each head reach torch's attention once a group, where a kernel takes them."""
+"""Keys and values that a model repeats for each head reach attention once a group, where a kernel takes them."""
 
 from __future__ import annotations
 
