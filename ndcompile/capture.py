@@ -133,7 +133,7 @@ def _export(model: nn.Module, given: _Given, borders: Borders) -> torch.export.E
     bound.arguments.update(pytree.tree_unflatten(list(given.traced.values()), spec))
     try:
         plain = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
-        with plain[0], plain[1], WhereInputsAre(), borders.marked():
+        with plain[0], plain[1], WhereInputsAre.during(model), borders.marked():
             return torch.export.export(model, bound.args, bound.kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # whatever stops the tracer is an error of the model's, told as one
         raise _not_captured(model, error) from error

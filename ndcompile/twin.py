@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -114,6 +116,25 @@ class WhereInputsAre(TorchFunctionMode):
 
     Those that it makes of values are made with them, and then moved: the values stay in the graph, as a constant.
     """
+
+    @classmethod
+    @contextmanager
+    def during(cls, model: nn.Module) -> Iterator[None]:
+        """While it holds, the mode is on in each call of the model's `forward`, and not in what the tracer does else."""
+        own, inner = vars(model).get("forward"), model.forward
+
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with cls():
+                return inner(*args, **kwargs)
+
+        model.forward = forward
+        try:
+            yield
+        finally:
+            del model.forward
+            if own is not None:
+                model.forward = own
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
