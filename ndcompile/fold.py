@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,9 +19,12 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from ndcompile.borders import AGAIN, ENTER, LEAVE, first_names
+from ndcompile.blocks import first_names
+from ndcompile.borders import AGAIN, ENTER, LEAVE
 
 LONGEST = 16  # blocks and stretches in a round
+HELD = ("parameter", "buffer")
+"""Roles of the placeholders that a model's blocks own."""
 
 
 class NotFollowed(Exception):
@@ -92,6 +96,7 @@ def fold(graph: fx.GraphModule, model: nn.Module, pinned: Mapping[str, str], dro
     kept = [i for i, item in enumerate(items) if not any(run.dropped(i) for run in runs)]
     bodies: dict[int, _Item] = {}
     names = first_names(model)
+    _give_placeholders(graph, [items[i] for i in kept], names)
     for i in kept:
         _expand(graph, items[i], bodies, names)
         for at, node in enumerate(items[i].nodes):
@@ -426,6 +431,29 @@ def _output(graph: fx.GraphModule, item: _Item, number: int) -> fx.Node:
 # ---- the nodes of blocks that were not traced again ----------------------------------------------------------------
 
 
+def _give_placeholders(graph: fx.GraphModule, items: list[_Item], names: Mapping[str, str]) -> None:
+    """Make the placeholders of blocks whose parameters the tracer did not get (`withheld`), in the model's order."""
+    given = graph.graph.find_nodes(op="placeholder")
+    held = {n.meta["name"]: n for n in given if n.meta["role"] in HELD}
+    templates = {item.body: item.block for item in items if item.again is None}
+    like = dict[str, fx.Node]()
+    for item in items:
+        before = templates.get(item.body, "") if item.again is not None else ""
+        for name in (name for name in held if inside(name, before)):
+            like[names.get(item.block + name[len(before) :], name)] = held[name]
+    order = {name: i for i, name in enumerate(dict.fromkeys(names.values()))}
+    for name in sorted(like.keys() - held.keys(), key=order.__getitem__):
+        after = next(n for n in graph.graph.nodes if order.get(_held(n), len(order)) > order[name])
+        with graph.graph.inserting_before(after):
+            made = graph.graph.placeholder(like[name].name[:2] + re.sub(r"[^a-zA-Z0-9]", "_", name.lower()))
+        made.meta = like[name].meta | dict(name=name)
+
+
+def _held(node: fx.Node) -> str:
+    """The name of the parameter or buffer that a node is."""
+    return str(node.meta["name"]) if node.meta.get("role") in HELD else ""
+
+
 def _expand(graph: fx.GraphModule, item: _Item, bodies: dict[int, _Item], names: Mapping[str, str]) -> None:
     """Copy the nodes of the block that was traced, with this block's parameters and arguments."""
     if item.body is None:
@@ -472,7 +500,7 @@ def _stand_for(graph: fx.GraphModule, places: Mapping[int, Place], names: Mappin
     stood = {block for place in standing for block in place.stands_for[1:]}
     for node in list(graph.graph.find_nodes(op="placeholder")):
         name = str(node.meta.get("name", ""))
-        if node.meta.get("role") not in ("parameter", "buffer"):
+        if node.meta.get("role") not in HELD:
             continue
         place = next((p for p in standing if inside(name, p.block)), None)
         if place is not None:

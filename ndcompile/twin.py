@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -94,6 +94,32 @@ def name_keywords(twin: nn.Module, names: Iterable[str]) -> None:
     twin.forward = forward
 
 
+@contextmanager
+def around_forward(model: nn.Module, made: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """While it holds, each call of the model's `forward` stands in a context: the model's code, and not the tracer's.
+
+    A class that has a `__call__` of its own has code around its `forward`, so there the context is on all the time.
+    """
+    if type(model).__call__ is not nn.Module.__call__:
+        with made():
+            yield
+        return
+    own, inner = vars(model).get("forward"), model.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with made():
+            return inner(*args, **kwargs)
+
+    model.forward = forward
+    try:
+        yield
+    finally:
+        del model.forward
+        if own is not None:
+            model.forward = own
+
+
 FACTORIES = frozenset(
     {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros}
     | {
@@ -116,25 +142,6 @@ class WhereInputsAre(TorchFunctionMode):
 
     Those that it makes of values are made with them, and then moved: the values stay in the graph, as a constant.
     """
-
-    @classmethod
-    @contextmanager
-    def during(cls, model: nn.Module) -> Iterator[None]:
-        """While it holds, the mode is on in each call of the model's `forward`, and not in what the tracer does else."""
-        own, inner = vars(model).get("forward"), model.forward
-
-        @functools.wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with cls():
-                return inner(*args, **kwargs)
-
-        model.forward = forward
-        try:
-            yield
-        finally:
-            del model.forward
-            if own is not None:
-                model.forward = own
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
