@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -20,24 +21,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.node import has_side_effect
+from torch.fx.traceback import preserve_node_meta, set_stack_trace
 from torch.utils import _pytree as pytree
 
-from ndcompile.blocks import PLAIN, Contents, Scope, attributes, first_names, form, tensors_of
+from ndcompile.blocks import (
+    CONTAINERS,
+    KINDS,
+    NOTHING,
+    PLAIN,
+    Contents,
+    Scope,
+    attributes,
+    first_names,
+    form,
+    tensors_of,
+)
 from ndcompile.withheld import Withheld
 
 _LIBRARY = torch.library.Library("ndcompile", "DEF")
 _TRACED: list[list[Tensor]] = []
-"""The results of each body of the latest trace: what `again` looks like."""
+"""The results of each body of the latest trace: what those of a later call look like."""
 
 
 def _mark(*_: Any) -> None:
     return None
 
 
-def _like_before(values: list[Tensor], block: str, body: int) -> list[Tensor]:
+def _like_before(values: list[Tensor], places: list[int], block: str, body: int) -> list[Tensor]:
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in _TRACED[body]]
+
+
+def _like_the_one_before(values: list[Tensor], places: list[int], block: str, body: int) -> Tensor:
+    return _like_before(values, places, block, body)[0]
 
 
 def _op(signature: str, kernel: Callable[..., Any]) -> Any:
@@ -48,7 +65,29 @@ def _op(signature: str, kernel: Callable[..., Any]) -> Any:
 
 ENTER = _op("enter(Tensor[] values, str block, int body) -> ()", _mark)
 LEAVE = _op("leave(Tensor[] values, int body) -> ()", _mark)
-AGAIN = _op("again(Tensor[] values, str block, int body) -> Tensor[]", _like_before)
+AGAIN = _op("again(Tensor[] values, str block, int body) -> Tensor[]", _mark)
+"""Never run: `spell_out` writes it in place of the next two, of which the tracer makes less work."""
+_LATER = _op("later(Tensor[] values, int[] places, str block, int body) -> Tensor[]", _like_before)
+_LATER_ONE = _op("later_one(Tensor[] values, int[] places, str block, int body) -> Tensor", _like_the_one_before)
+
+
+def spell_out(graph: fx.GraphModule) -> None:
+    """Write later calls as `again`, with all of their arguments: the tracer got those that differ from the body's."""
+    entered: dict[int, list[fx.Node]] = {}
+    for node in graph.graph.nodes:
+        if node.target is ENTER:
+            entered[node.args[2]] = node.args[0]
+        elif node.target in (_LATER, _LATER_ONE):
+            others, places, block, body = node.args
+            given = dict(enumerate(entered[body])) | dict(zip(places, others, strict=True))
+            one, node.target = node.target is _LATER_ONE, AGAIN
+            node.args = (list(given.values()), block, body)
+            if one:
+                with graph.graph.inserting_after(node):
+                    result = graph.graph.call_function(operator.getitem, (node, 0))
+                node.replace_all_uses_with(result, lambda user, result=result: user is not result)
+                result.meta = {**node.meta}
+                node.meta["val"] = [node.meta["val"]]
 
 
 @dataclass
@@ -58,6 +97,8 @@ class _Body:
     number: int
     scope: Scope
     called: Any
+    entered: list[tuple[Tensor, int | None]]
+    """The tensors that it took, with their versions."""
     reads: dict[tuple[Any, str], Any] = field(default_factory=dict)
     """By the path of a module in the block, or a module outside, and a name: what it held."""
     followed: bool = True
@@ -107,9 +148,8 @@ class Borders:
             body = next((body for body in self.bodies if self._fits(body, scope, called)), None)
             if body is not None:
                 return self._again(body, path, tensors)
-            return self._traced(
-                _Body(len(self.bodies), scope, called), tensors, lambda: forward(module, *args, **kwargs)
-            )
+            body = _Body(len(self.bodies), scope, called, [(tensor, _version(tensor)) for tensor in tensors])
+            return self._traced(body, tensors, lambda: forward(module, *args, **kwargs))
 
         return call
 
@@ -141,16 +181,29 @@ class Borders:
         returned, spec = pytree.tree_flatten(result)
         values = [leaf for leaf in returned if isinstance(leaf, Tensor)]
         LEAVE(values, body.number)
-        body.followed &= all(leaf is None or isinstance(leaf, (Tensor, *PLAIN)) for leaf in returned)
+        body.followed &= all(isinstance(leaf, (Tensor, *VALUES)) for leaf in returned)
         body.result = ([None if isinstance(leaf, Tensor) else (leaf,) for leaf in returned], spec)
         _TRACED.append([value.detach() for value in values])
         return result
 
     def _again(self, body: _Body, path: str, tensors: list[Tensor]) -> Any:
         self.again.add(path)
-        values = iter(AGAIN(tensors, path, body.number))
+        with preserve_node_meta():
+            set_stack_trace([f"a call as that of {body.scope.path}"])  # torch would walk the stack, which nobody reads
+            pairs = enumerate(zip(tensors, body.entered, strict=True))
+            places = [
+                i
+                for i, (now, (then, version)) in pairs
+                if now is not then or version is None or now._version != version
+            ]
+            values = iter(self._called_later([tensors[i] for i in places], places, path, body))
         leaves, spec = body.result
         return pytree.tree_unflatten([next(values) if leaf is None else leaf[0] for leaf in leaves], spec)
+
+    def _called_later(self, others: list[Tensor], places: list[int], path: str, body: _Body) -> list[Tensor]:
+        if len(_TRACED[body.number]) == 1:
+            return [_LATER_ONE(others, places, path, body.number)]
+        return list(_LATER(others, places, path, body.number))
 
     # ---- what a trace reads of the modules -----------------------------------------------------------------------
 
@@ -198,16 +251,19 @@ class Borders:
 
     def _held(self, contents: Contents, scope: Scope, place: Any, name: str) -> Any:
         """What a module itself holds under a name; what its class has is the same for all of the class."""
-        if name in contents.parts:
-            return self.describe(contents.parts[name], scope, _joined(scope.path, place))
-        for values in (contents.attributes, *contents.parts.values()):
-            if name in values:
-                return self.describe(values[name], scope, _joined(scope.path, place, name))
-        return "of the class, or nothing"
+        value = contents.find(name)
+        if type(value) in PLAIN or value is NOTHING:
+            return (type(value), value)
+        if type(value) in CONTAINERS and not value:
+            return (type(value),)
+        parts = (scope.path, place if isinstance(place, str) else "", "" if name in KINDS else name)
+        return self.describe(value, scope, ".".join(filter(None, parts)))
 
     def _fits(self, body: _Body, scope: Scope, called: Any) -> bool:
         """Whether a call of the block would be traced to this body."""
-        alike = scope.kind is body.scope.kind and (not self.withheld or self.withheld.may_be(scope.path, body.scope.path))
+        alike = scope.kind is body.scope.kind and (
+            not self.withheld or self.withheld.may_be(scope.path, body.scope.path)
+        )
         if not (self.once and body.followed and alike and called is not None and called == body.called):
             return False
         try:
@@ -220,11 +276,7 @@ class Borders:
         return True
 
 
-def _joined(path: str, place: Any, *name: str) -> str:
-    """The name in the model of what a block's module holds; a module that is outside of the block has no place in it."""
-    return ".".join(filter(None, (path, place if isinstance(place, str) else "", *name)))
-
-
+VALUES = (*PLAIN, torch.Size)
 TRACER = (nn.Module.__getattr__.__code__.co_filename, str(Path(torch.fx.__file__).parent))
 
 
@@ -240,14 +292,15 @@ class _Describer:
     """Says of a value what a trace can see of it, so that equal descriptions give equal traces."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.first = first_names(model)
-        self.kinds = {name: type(tensor) for name, tensor in tensors_of(model)}
+        tensors = dict(tensors_of(model))
+        self.first = first_names(tensors)
+        self.kinds = {name: type(tensor) for name, tensor in tensors.items()}
         """Of the tensors that the tracer takes the place of with its own."""
         self.kept: list[Any] = []
 
     def __call__(self, value: Any, scope: Scope = NOWHERE, name: str = "", above: tuple[int, ...] = ()) -> Any:
         """A parameter or buffer is described by its form and its name in its block; a block's module by its class."""
-        if value is None or isinstance(value, (*PLAIN, torch.Size)):
+        if type(value) in PLAIN or isinstance(value, VALUES):
             return (type(value), value)
         if id(value) in above:
             return ("above", above.index(id(value)))
@@ -262,8 +315,11 @@ class _Describer:
         if isinstance(value, (list, tuple)):
             return (type(value), *(self(v, scope, f"{name}.{i}", above) for i, v in enumerate(value)))
         if isinstance(value, dict):
-            pairs = ((self(k, scope, "", above), self(v, scope, f"{name}.{k}", above)) for k, v in value.items())
-            return (type(value), *pairs)
+            keys = [k if type(k) is str else self(k, scope, "", above) for k in value]
+            held = [
+                (type(v), v) if type(v) in PLAIN else self(v, scope, f"{name}.{k}", above) for k, v in value.items()
+            ]
+            return (type(value), tuple(keys), tuple(held))
         if isinstance(value, (set, frozenset)):
             return (type(value), frozenset(self(v, scope, "", above) for v in value))
         if isinstance(value, functools.partial):
@@ -291,6 +347,11 @@ def _made_in_python(value: Any) -> bool:
 
 
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code made
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor was changed in place; None where nobody counts."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _modes() -> tuple[Any, ...]:

@@ -17,8 +17,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from ndcompile.autocast import Autocast, casts
-from ndcompile.blocks import blocks_of, first_names
-from ndcompile.borders import Borders
+from ndcompile.blocks import blocks_of, first_names, tensors_of
+from ndcompile.borders import Borders, spell_out
 from ndcompile.counts import COUNTS, count_places
 from ndcompile.errors import CompileError
 from ndcompile.fold import NotFollowed, fold
@@ -131,12 +131,15 @@ def _traced(
     exported = _export(twin, given, Borders(twin, blocks, way.once, withheld), withheld)
     graph = exported.graph_module
     _know_users(graph)
-    names = _label_placeholders(exported, model, list(given.named), constants)
+    tensors = dict(tensors_of(model))
+    first = first_names(tensors)
+    names = _label_placeholders(exported, tensors, first, list(given.named), constants)
     write_literals(graph)
     inline_regions(graph, autocast)
+    spell_out(graph)
     plain = all(node.meta["autocast"] is None for node in graph.graph.nodes)  # casts may differ between rounds
     mark_views(graph)
-    fold(graph, model, pinned, drop=plain)
+    fold(graph, model, first, pinned, drop=plain)
     return exported, names
 
 
@@ -208,22 +211,25 @@ def _know_users(graph: fx.GraphModule) -> None:
 
 
 def _label_placeholders(
-    exported: torch.export.ExportedProgram, model: nn.Module, names: list[str], attributes: Mapping[int, Tensor]
+    exported: torch.export.ExportedProgram,
+    tensors: Mapping[str, Tensor],
+    first: Mapping[str, str],
+    names: list[str],
+    attributes: Mapping[int, Tensor],
 ) -> tuple[str, ...]:
     """Say of each placeholder what it is, and make one of the placeholders of a tied parameter or buffer."""
-    canonical = first_names(model)
-    owners = {name: p.requires_grad for name, p in model.named_parameters()}
     inputs = iter(names)
     graph, merged, found = exported.graph_module.graph, dict[str, fx.Node](), list[str]()
     for node, spec in zip(graph.find_nodes(op="placeholder"), exported.graph_signature.input_specs, strict=True):
         kind = spec.kind.name
         if kind in ("PARAMETER", "BUFFER"):
-            name = canonical[spec.target or ""]
+            name = first[spec.target or ""]
             if name in merged:
                 node.replace_all_uses_with(merged[name])
                 continue
             merged[name] = node
-            node.meta |= dict(role=kind.lower(), name=name, grad=owners.get(name, False))
+            grad = kind == "PARAMETER" and tensors[name].requires_grad
+            node.meta |= dict(role=kind.lower(), name=name, grad=grad)
         elif kind == "CONSTANT_TENSOR":
             constant = exported.constants[spec.target or ""]
             assert isinstance(constant, Tensor), f"{spec.target} is a tensor constant"

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ndcompile.blocks import KINDS, PLAIN, Scope, form, tensors_of
+from ndcompile.blocks import KINDS, PLAIN, Scope, block_of, form
 
 KEPT = 2
 """How many of the blocks that look alike are given: the first may be called otherwise than all later ones."""
@@ -101,18 +101,13 @@ for _name, _method in vars(dict).items():
 def _on_their_own(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[Scope]:
     """The blocks none of whose modules and tensors has a name outside of its block, or in another one."""
     owners: dict[int, set[str]] = {}
-    named = [*model.named_modules(remove_duplicate=False), *tensors_of(model)]
-    for name, held in named:
-        owners.setdefault(id(held), set()).add(_block(name, blocks))
+    for name, module in model.named_modules(remove_duplicate=False):
+        owner = block_of(name, blocks)
+        for held in (module, *module._parameters.values(), *module._buffers.values()):
+            if held is not None:
+                owners.setdefault(id(held), set()).add(owner)
     shared = {path for found in owners.values() if len(found) > 1 for path in found}
     return [Scope.of(path, block) for path, block in blocks.items() if path not in shared]
-
-
-def _block(name: str, blocks: Mapping[str, nn.Module]) -> str:
-    """The path of the block that a name is in; empty outside of all."""
-    parts = name.split(".")
-    paths = (".".join(parts[: i + 1]) for i in range(len(parts)))
-    return next((path for path in paths if path in blocks), "")
 
 
 def _alike(scopes: list[Scope], parts: Mapping[str, Any]) -> list[list[Scope]]:
