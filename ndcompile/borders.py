@@ -72,7 +72,7 @@ _LATER_ONE = _op("later_one(Tensor[] values, int[] places, str block, int body) 
 
 
 def spell_out(graph: fx.GraphModule) -> None:
-    """Write later calls as `again`, with all of their arguments: the tracer got those that differ from the body's."""
+    """Write later calls as `again`, with all of their arguments: the tracer got those that are not the body's own."""
     entered: dict[int, list[fx.Node]] = {}
     for node in graph.graph.nodes:
         if node.target is ENTER:
@@ -97,8 +97,8 @@ class _Body:
     number: int
     scope: Scope
     called: Any
-    entered: list[tuple[Tensor, int | None]]
-    """The tensors that it took, with their versions."""
+    entered: list[Tensor]
+    """What it took."""
     reads: dict[tuple[Any, str], Any] = field(default_factory=dict)
     """By the path of a module in the block, or a module outside, and a name: what it held."""
     followed: bool = True
@@ -148,7 +148,7 @@ class Borders:
             body = next((body for body in self.bodies if self._fits(body, scope, called)), None)
             if body is not None:
                 return self._again(body, path, tensors)
-            body = _Body(len(self.bodies), scope, called, [(tensor, _version(tensor)) for tensor in tensors])
+            body = _Body(len(self.bodies), scope, called, tensors)
             return self._traced(body, tensors, lambda: forward(module, *args, **kwargs))
 
         return call
@@ -190,12 +190,7 @@ class Borders:
         self.again.add(path)
         with preserve_node_meta():
             set_stack_trace([f"a call as that of {body.scope.path}"])  # torch would walk the stack, which nobody reads
-            pairs = enumerate(zip(tensors, body.entered, strict=True))
-            places = [
-                i
-                for i, (now, (then, version)) in pairs
-                if now is not then or version is None or now._version != version
-            ]
+            places = [i for i, (now, then) in enumerate(zip(tensors, body.entered, strict=True)) if now is not then]
             values = iter(self._called_later([tensors[i] for i in places], places, path, body))
         leaves, spec = body.result
         return pytree.tree_unflatten([next(values) if leaf is None else leaf[0] for leaf in leaves], spec)
@@ -347,11 +342,6 @@ def _made_in_python(value: Any) -> bool:
 
 
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code made
-
-
-def _version(tensor: Tensor) -> int | None:
-    """How often a tensor was changed in place; None where nobody counts."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def _modes() -> tuple[Any, ...]:

@@ -66,7 +66,7 @@ def _copy_attributes(modules: list[nn.Module], memo: dict[int, Any]) -> None:
     """What `copy.deepcopy` does for each of these modules, in a fraction of its time."""
     memo |= {id(module): type(module).__new__(type(module)) for module in modules}
     for module in modules:
-        state = module.__getstate__()
+        state = dict(module.__getstate__())
         for name, value in state.items():
             if type(value) not in PLAIN:
                 state[name] = copy.deepcopy(value, memo)
@@ -85,7 +85,7 @@ def _batch_experts(twin: nn.Module) -> None:
     the one that is plain ops of static shapes, which `recognise_experts` knows.
     """
     for module in twin.modules():
-        config = vars(module).get("config")
+        config: Any = vars(module).get("config")
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "batched_mm"
 
