@@ -287,9 +287,10 @@ class _Describer:
     """Says of a value what a trace can see of it, so that equal descriptions give equal traces."""
 
     def __init__(self, model: nn.Module) -> None:
-        tensors = dict(tensors_of(model))
-        self.first = first_names(tensors)
-        self.kinds = {name: type(tensor) for name, tensor in tensors.items()}
+        self.tensors = dict(tensors_of(model))
+        self.first = first_names(self.tensors)
+        self.forms = {name: form(tensor) for name, tensor in self.tensors.items()}
+        self.kinds = {name: type(tensor) for name, tensor in self.tensors.items()}
         """Of the tensors that the tracer takes the place of with its own."""
         self.kept: list[Any] = []
 
@@ -302,7 +303,8 @@ class _Describer:
         above = (*above, id(value))
         if isinstance(value, Tensor) and name in self.first:
             first, own = self.first[name], scope.path + "."
-            return (self.kinds[name], *form(value), first[len(own) :] if first.startswith(own) else "/" + first)
+            shape = self.forms[name] if value is self.tensors[name] else form(value)
+            return (self.kinds[name], *shape, first[len(own) :] if first.startswith(own) else "/" + first)
         if isinstance(value, nn.Module) and id(attributes(value)) in scope.modules:
             return type(value)
         if isinstance(value, types.MethodType):

@@ -45,13 +45,15 @@ def test_it_is_given_two_of_each_kind(given: Given) -> None:
     """Blocks that differ in a number; one that is another in each block tells no kinds apart."""
     model = DEEP["alternating"]()
     for i, layer in enumerate(model.get_submodule("layers").children()):
-        layer.place = i
+        setattr(layer, "place", i)  # noqa: B010
     compiled(model)
     assert [{name.split(".")[1] for name in names if name.startswith("layers")} for names in given] == [set("0123")]
 
 
 class Stacked(Stack):
     """Six equal layers."""
+
+    layers: Any
 
     def __init__(self, kind: Callable[[], nn.Module] = Layer) -> None:
         super().__init__(layers(6, kind))
