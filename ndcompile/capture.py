@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from ndcompile.autocast import Autocast, casts
-from ndcompile.borders import Borders, blocks_of, first_names
+from ndcompile.blocks import blocks_of, first_names, tensors_of
+from ndcompile.borders import Borders, spell_out
 from ndcompile.counts import COUNTS, count_places
 from ndcompile.errors import CompileError
 from ndcompile.fold import NotFollowed, fold
@@ -24,7 +26,8 @@ from ndcompile.functional import make_functional, mark_views
 from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
 from ndcompile.literals import write_literals
 from ndcompile.regions import inline_regions
-from ndcompile.twin import WhereInputsAre, cast_parameters, name_keywords, on_meta, refuse_hooks
+from ndcompile.twin import WhereInputsAre, around_forward, cast_parameters, name_keywords, on_meta, refuse_hooks
+from ndcompile.withheld import Asked, Withheld
 
 BATCH, SEQUENCE = sympy.Symbol("b", positive=True, integer=True), sympy.Symbol("s", positive=True, integer=True)
 
@@ -62,17 +65,11 @@ def capture(
     value a float64 one (tests and verify only); `autocast` is the one that capture stands under.
     """
     refuse_hooks(model)
-    twin, constants = on_meta(model)
-    if compute is not None or float64:
-        cast_parameters(twin, torch.float64 if float64 else compute)
     named = example.named(model)
     symbols = name_dims(named, dynamic_dims)
     traced = dict(traced_inputs(named, symbols, torch.float64 if float64 else None))
-    given = _Given(example, named, symbols, traced)
-    try:
-        exported, names = _traced(model, twin, constants, autocast, pinned or {}, given, once=True)
-    except NotFollowed:
-        exported, names = _traced(model, twin, constants, autocast, pinned or {}, given, once=False)
+    given = _Given(example, named, symbols, traced, torch.float64 if float64 else compute)
+    exported, names = _in_a_way(lambda way: _traced(model, autocast, pinned or {}, given, way))
     graph = exported.graph_module
     count_places(graph)
     _refuse_values(graph)
@@ -95,31 +92,58 @@ class _Given:
     named: Mapping[str, Any]
     symbols: Mapping[str, Mapping[int, str]]
     traced: Mapping[str, Any]
+    cast: torch.dtype | None
+    """What the parameters are cast to."""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a model is traced: each distinct block once, and without the parameters of later equal ones."""
+
+    once: bool
+    withhold: bool
+
+
+WAYS = (_Way(once=True, withhold=True), _Way(once=True, withhold=False), _Way(once=False, withhold=False))
+"""From the quickest on."""
+
+
+_Traced = tuple[torch.export.ExportedProgram, tuple[str, ...]]
+
+
+def _in_a_way(trace: Callable[[_Way], _Traced]) -> _Traced:
+    """The trace of the first way that the model admits."""
+    for way in WAYS[:-1]:
+        with suppress(Asked, NotFollowed):
+            return trace(way)
+    return trace(WAYS[-1])
 
 
 def _traced(
-    model: nn.Module,
-    twin: nn.Module,
-    constants: Mapping[int, Tensor],
-    autocast: Autocast | None,
-    pinned: Mapping[str, str],
-    given: _Given,
-    once: bool,
-) -> tuple[torch.export.ExportedProgram, tuple[str, ...]]:
+    model: nn.Module, autocast: Autocast | None, pinned: Mapping[str, str], given: _Given, way: _Way
+) -> _Traced:
     """The graph with labelled placeholders, in which runs of equal blocks are folded; and the tensor inputs' names."""
-    exported = _export(twin, given, Borders(twin, blocks_of(twin), once))
+    twin, constants = on_meta(model)
+    if given.cast is not None:
+        cast_parameters(twin, given.cast)
+    blocks = blocks_of(twin)
+    withheld = Withheld(twin, blocks if way.withhold else {})
+    exported = _export(twin, given, Borders(twin, blocks, way.once, withheld), withheld)
     graph = exported.graph_module
     _know_users(graph)
-    names = _label_placeholders(exported, model, list(given.named), constants)
+    tensors = dict(tensors_of(model))
+    first = first_names(tensors)
+    names = _label_placeholders(exported, tensors, first, list(given.named), constants)
     write_literals(graph)
     inline_regions(graph, autocast)
+    spell_out(graph)
     plain = all(node.meta["autocast"] is None for node in graph.graph.nodes)  # casts may differ between rounds
     mark_views(graph)
-    fold(graph, model, pinned, drop=plain)
+    fold(graph, model, first, pinned, drop=plain)
     return exported, names
 
 
-def _export(model: nn.Module, given: _Given, borders: Borders) -> torch.export.ExportedProgram:
+def _export(model: nn.Module, given: _Given, borders: Borders, withheld: Withheld) -> torch.export.ExportedProgram:
     """Every tensor in the place where the call has it, by the parameter of `forward` that takes it."""
     name_keywords(model, given.example.kwargs)
     bound = inspect.signature(model.forward).bind(*given.example.args, **given.example.kwargs)
@@ -131,12 +155,17 @@ def _export(model: nn.Module, given: _Given, borders: Borders) -> torch.export.E
     ]
     shapes = pytree.tree_unflatten(dims, spec)
     bound.arguments.update(pytree.tree_unflatten(list(given.traced.values()), spec))
+    plain = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
+    modes = around_forward(model, WhereInputsAre), around_forward(model, withheld.watching)
     try:
-        plain = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
-        with plain[0], plain[1], WhereInputsAre(), borders.marked():
-            return torch.export.export(model, bound.args, bound.kwargs, dynamic_shapes=shapes, strict=False)
+        with plain[0], plain[1], modes[0], modes[1], withheld.emptied(), borders.marked():
+            exported = torch.export.export(model, bound.args, bound.kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # whatever stops the tracer is an error of the model's, told as one
+        if withheld.asked:
+            raise Asked from error
         raise _not_captured(model, error) from error
+    withheld.settle(borders.again)
+    return exported
 
 
 def _not_captured(model: nn.Module, error: Exception) -> CompileError:
@@ -182,22 +211,25 @@ def _know_users(graph: fx.GraphModule) -> None:
 
 
 def _label_placeholders(
-    exported: torch.export.ExportedProgram, model: nn.Module, names: list[str], attributes: Mapping[int, Tensor]
+    exported: torch.export.ExportedProgram,
+    tensors: Mapping[str, Tensor],
+    first: Mapping[str, str],
+    names: list[str],
+    attributes: Mapping[int, Tensor],
 ) -> tuple[str, ...]:
     """Say of each placeholder what it is, and make one of the placeholders of a tied parameter or buffer."""
-    canonical = first_names(model)
-    owners = {name: p.requires_grad for name, p in model.named_parameters()}
     inputs = iter(names)
     graph, merged, found = exported.graph_module.graph, dict[str, fx.Node](), list[str]()
     for node, spec in zip(graph.find_nodes(op="placeholder"), exported.graph_signature.input_specs, strict=True):
         kind = spec.kind.name
         if kind in ("PARAMETER", "BUFFER"):
-            name = canonical[spec.target or ""]
+            name = first[spec.target or ""]
             if name in merged:
                 node.replace_all_uses_with(merged[name])
                 continue
             merged[name] = node
-            node.meta |= dict(role=kind.lower(), name=name, grad=owners.get(name, False))
+            grad = kind == "PARAMETER" and tensors[name].requires_grad
+            node.meta |= dict(role=kind.lower(), name=name, grad=grad)
         elif kind == "CONSTANT_TENSOR":
             constant = exported.constants[spec.target or ""]
             assert isinstance(constant, Tensor), f"{spec.target} is a tensor constant"
