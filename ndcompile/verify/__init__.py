@@ -235,7 +235,7 @@ def _compare(program: Program, sample: Sample, domain: Domain, source: str | Non
     except FAILURES as error:
         layer.differences.append(f"the emitted text does not run: {type(error).__name__}: {error}")
         return
-    comparison = compare(program, right, found, domain)
+    comparison = compare(program, sample, right, found, domain)
     layer.comparison.join(comparison)
     layer.differences += [str(d) for d in comparison.differences]
     if comparison.differences and not layer.located:
@@ -283,6 +283,11 @@ def _float64_claim(layer: _Layer) -> Claim:
         return Claim("tested (float64)", False, [layer.differences[0]], layer.seconds)
     c = layer.comparison
     evidence = [f"the furthest of {c.tensors:,} tensors is {c.worst:.1e} away; 1e-10 would fail"]
+    if c.cancelled:
+        what, most = max(c.cancelled.items(), key=lambda found: found[1])
+        evidence.append(
+            f"but for {len(c.cancelled)} that nearly cancel: {what} is {most:.0e} of its terms away; 1e-14 would fail"
+        )
     return Claim("tested (float64)", layer.held, evidence, layer.seconds)
 
 

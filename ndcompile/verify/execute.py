@@ -41,6 +41,18 @@ class Step:
     norm: Tensor = field(default_factory=lambda: torch.zeros(()))
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All that holds floating numbers, by the names that differences are told with."""
+        results = {result(n, i): y for n, found in enumerate(self.results) for i, y in enumerate(found)}
+        gradients = {f"gradient of {name}": g for name, g in self.gradients.items()}
+        parameters = {f"{name} after it": p for name, p in self.parameters.items()}
+        found = {**results, **gradients, "gradient norm": self.norm, **parameters}
+        return {what: x for what, x in found.items() if isinstance(x, Tensor) and x.is_floating_point()}
+
+
+def result(microbatch: int, number: int) -> str:
+    return f"result {number} of microbatch {microbatch}"
+
 
 Forward = Callable[[Sequence[Tensor]], Sequence[Any]]
 Backward = Callable[[Sequence[Any], int], None]

@@ -111,5 +111,5 @@ def _compared(program: Program, model: nn.Module, mesh: Mesh, device: torch.devi
             private.dispatched(Wires(field, mesh).run),
         ):  # fmt: skip
             found = on_rank(program, sample, field, mesh.rank)
-        return compare(program, right, [found], field, first=mesh.rank)
+        return compare(program, sample, right, [found], field, first=mesh.rank)
     raise NotInDomain(f"{ATTEMPTS} samples gave a zero denominator")

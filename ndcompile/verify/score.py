@@ -72,7 +72,8 @@ class Trial:
             return ""
         except FAILURES:
             return "does not run"
-        return self.domain.name if compare(program, self.right, found, self.domain).differences else ""
+        compared = compare(program, self.sample, self.right, found, self.domain)
+        return self.domain.name if compared.differences else ""
 
 
 class _Seen(Exception):
