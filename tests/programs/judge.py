@@ -38,7 +38,7 @@ FLOAT64 = Float64(0)
 class Verdict:
     """`kind` is one of `GOOD`, or `invalid` (the model runs on no device), `wrong`, `rounding` (equal in the field, not
     in float64, by more than rounding explains: to be looked at), `reference` (the reference graph is not the model),
-    `crash` (an error that is no refusal), `checker` (verify itself fails)."""
+    `crash` (an error that is no refusal), `checker` (verify itself fails), `generator` (there is no sketch)."""
 
     kind: str
     detail: str = ""
@@ -143,12 +143,14 @@ def _furthest(
 def reason(verdict: Verdict) -> str:
     """The first line of an error without names and numbers, by which they are counted."""
     lines = verdict.detail.strip().splitlines() or [""]
-    text = lines[-1] if verdict.kind in ("crash", "checker") else lines[0]
+    text = lines[-1] if verdict.kind in ("crash", "checker", "generator") else lines[0]
     if "cannot be traced" in text and len(lines) > 1:
         text = " ".join(line.strip() for line in lines if "why" in line) or text
     text = re.sub(r"'[^']*'|%\w+|\bv\d+\b", "…", text)
     return re.sub(r"\d+", "N", text)[:160]
 
 
-def as_row(seed: int, sketch: Sketch, verdict: Verdict) -> dict[str, Any]:
-    return dict(seed=seed, mesh=sketch.mesh, pins=len(sketch.pins), torch=str(torch.__version__)) | asdict(verdict)
+def as_row(seed: int, sketch: Sketch | None, verdict: Verdict) -> dict[str, Any]:
+    """A line of a log; there is no sketch where the generator fails."""
+    drawn = dict(mesh=sketch.mesh, pins=len(sketch.pins)) if sketch else {}
+    return dict(seed=seed, torch=str(torch.__version__)) | drawn | asdict(verdict)
