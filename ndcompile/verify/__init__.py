@@ -62,7 +62,7 @@ def verify(
     "integers", small whole numbers, for programs that are shallow. All ranks run on `device`, the CPU or one GPU.
     `progress(what, done, steps)` is called before each step and at the end.
     """
-    wanted = _asked_for(program, also)
+    wanted, device = _asked_for(program, also), _usable(device)
     has_rings = rings.CALLED in (source or str(program))
     tell = _counting(progress, seeds + 3 + len(wanted) + has_rings)
     tell("types")
@@ -122,6 +122,20 @@ def _asked_for(program: Program, also: Sequence[str]) -> list[str]:
     for name in also:
         planning.check_option("also", name, tuple(ALSO))
     return list(dict.fromkeys([*also, *(["dtypes"] if program.manifest.compute else [])]))
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    """The CPU or a GPU that is there."""
+    try:
+        found = torch.zeros((), device=device).device
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
+        raise CompileError(
+            f"device='{device}' cannot be used",
+            why=str(error).splitlines()[0],
+            tries="'cpu', or 'cuda' on a machine with a GPU",
+        ) from error
+    planning.check_option("device", found.type, ("cpu", "cuda"))
+    return found
 
 
 RANKS, ELEMENTS = 16, 2_000_000
