@@ -54,7 +54,7 @@ class Shaken(Float64):
             self._note(made)
             return made
         shaken = pytree.tree_map_only(Tensor, self._shaken, made)
-        return args[0].copy_(shaken) if name.endswith("_") else shaken
+        return made.copy_(shaken) if op._schema.is_mutable and isinstance(made, Tensor) else shaken
 
     def _shaken(self, x: Tensor) -> Tensor:
         if not x.is_floating_point():

@@ -80,3 +80,10 @@ def test_whole_numbers_are_exact() -> None:
     found = run_one(Shaken(Float64(0), PART, 0), lambda: x * 1)
     assert found.tolist()[:3] == [0, 2, -5] and found[4] == torch.inf
     assert 0 < abs(float(found[3]) - 0.5) < 10 * PART
+
+
+def test_a_change_in_place_stays_one() -> None:
+    x = torch.full((3,), 1 / 3, dtype=torch.float64)
+    held, before = x.clone(), x.clone()
+    assert run_one(Shaken(Float64(0), PART, 0), lambda: held.add_(x)) is held
+    assert torch.equal(x, before) and 0 < float((held - 2 * x).norm()) < 1e3 * PART
