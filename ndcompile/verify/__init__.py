@@ -294,7 +294,7 @@ def _exact_claim(layer: _Layer, seeds: int, microbatches: int, cases: list[Progr
         f"{seeds} seeds{again}; 2 steps of {microbatches} microbatches on {ranks} ranks: "
         f"{c.tensors:,} tensors, {c.elements:,} elements, the difference is 0",
         f"p = {PRIME}; one element of another function would pass by chance with at most about {chance**seeds:.0e}",
-        *([f"{rings.AS_ONE}, which the lemma below allows"] if layer.rings else []),
+        *([f"{rings.AS_ONE}; that it is one is the lemma below"] if layer.rings else []),
     ]
     return Claim("equal over F_p", True, evidence, layer.seconds)
 

@@ -98,6 +98,13 @@ def test_a_wrong_ring_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert claim.held is False and "is another on rank" in claim.evidence[0]
 
 
+def test_weights_that_always_cancel_are_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sum that is 0 is chance, and another sample is drawn; twenty are not."""
+    plant(monkeypatch, merged, "total = own + others", "total = own + (0 * others - own)")
+    claim = rings.claim([of("all", 2)], seeds=1)
+    assert claim.held is False and "20 samples gave a sum of weights that is 0" in claim.evidence[0]
+
+
 def test_a_shift_inside_log_sum_exp_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is equal by mathematics: any of two log-sum-exps may be taken off."""
     shift = "torch.where(lse == -torch.inf, other_lse, lse)"
@@ -112,7 +119,7 @@ def test_verify_says_what_is_equal_by_the_lemma() -> None:
     assert kinds == ["proved (types)", "equal over F_p", "equal over F_p (rings)", "tested (float64)"]
     assert report.equal and all(claim.held for claim in report.claims)
     exact, lemma = report.claims[1:3]
-    assert exact.evidence[-1] == "each ring is taken as one attention, which the lemma below allows"
+    assert exact.evidence[-1] == "each ring is taken as one attention; that it is one is the lemma below"
     assert lemma.evidence[0].startswith("1 seeds; causal, 4 heads of 2, 8 tokens on 2 ranks: result and gradients are")
 
 
