@@ -28,8 +28,14 @@ from ndcompile.literals import write_literals
 from ndcompile.precision import Precision
 from ndcompile.regions import inline_regions
 from ndcompile.twin import (
-    WhereInputsAre, around_forward, cast_inputs, cast_parameters, name_keywords, on_meta, refuse_hooks,
-)  # fmt: skip
+    WhereInputsAre,
+    around_forward,
+    cast_inputs,
+    cast_parameters,
+    name_keywords,
+    on_meta,
+    refuse_hooks,
+)
 from ndcompile.withheld import Asked, Withheld
 
 BATCH, SEQUENCE = sympy.Symbol("b", positive=True, integer=True), sympy.Symbol("s", positive=True, integer=True)
