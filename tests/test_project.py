@@ -38,8 +38,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "withheld": {"blocks"},
     "borders": {"blocks", "withheld"},
     "fold": {"blocks", "borders"},
-    "capture": {"size", "autocast", "inputs", "twin", "regions", "functional", "literals", "counts"}
+    "capture": {"size", "autocast", "inputs", "twin", "regions", "functional", "literals", "counts", "precision"}
     | {"blocks", "withheld", "borders", "fold"},
+    "dtypes": {"rules"},
     "checks": {"placement", "mesh", "size", "duties"},
     "duties": {"placement", "mesh"},
     "codegen": {"placement", "mesh", "size", "rules", "fold"},
