@@ -43,11 +43,12 @@ def lengthened(manifest: Manifest, tensors: Sequence[Tensor], longer: Grown) -> 
     made = []
     for plan, x in zip(manifest.input_plans, tensors, strict=True):
         more = [longer[d][1] - longer[d][0] if isinstance(d, str) and d in longer else 0 for d in plan.dims]
-        made.append(F.pad(x, _pairs(more), value=manifest.pads[plan.name]) if any(more) else x)
+        made.append(F.pad(x, pairs(more), value=manifest.pads[plan.name]) if any(more) else x)
     return made
 
 
-def _pairs(more: Sequence[int]) -> list[int]:
+def pairs(more: Sequence[int]) -> list[int]:
+    """What `F.pad` takes, to put so many entries at the end of each dim."""
     return [n for count in reversed(more) for n in (0, count)]
 
 

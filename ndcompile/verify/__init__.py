@@ -20,7 +20,7 @@ from ndcompile import checks, pipeline, planning
 from ndcompile.duties import duties
 from ndcompile.errors import CompileError
 from ndcompile.program import Program
-from ndcompile.verify import own_dtypes
+from ndcompile.verify import own_dtypes, padded
 from ndcompile.verify.arithmetic import PRIME, Domain, Field, Float64, NotInDomain, ZeroDenominator
 from ndcompile.verify.compare import Comparison, compare
 from ndcompile.verify.execute import on_one_device, on_ranks, round_trip
@@ -66,7 +66,8 @@ def verify(
     `progress(what, done, steps)` is called before each step and at the end.
     """
     wanted = _asked_for(program, also)
-    tell = _counting(progress, seeds + 3 + len(wanted))
+    pads = bool(program.manifest.pads)
+    tell = _counting(progress, seeds + 3 + pads + len(wanted))
     tell("types")
     types = _types(program)
     exact, float64 = _Layer(), _Layer()
@@ -80,6 +81,9 @@ def verify(
     tell("float64")
     _run(cases[0], model, Float64, 0, microbatches, source, float64, device)
     more = []
+    if pads:
+        tell("pads")
+        more.append(padded.claim(cases[0], model, seeds, device))
     for name in wanted:
         tell(name)
         more.append(ALSO[name](cases[0], model, seeds, microbatches, source, device))
