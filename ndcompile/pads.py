@@ -111,7 +111,7 @@ def _followed(node: fx.Node, found: Followed) -> Pads:
             pads[dim] = _along(node, base, dim, by_factor[own], found)
         else:
             pads[dim] = _value(node, name, bound, by_factor[own], found)
-    kept = {f for dims in bound.output for f in dims}
+    kept = {f for dim in pads for f in bound.output[dim]}
     for factor, taken in by_factor.items():
         if factor not in kept and not (base in ATTENTION and factor in bound.together | bound.whole):
             _require_nothing(node, base, bound, factor, taken)

@@ -85,7 +85,8 @@ def cut_back(x: Tensor, axis: Ranks, dim: int, size: int) -> Tensor:
     if rows == 0:
         return x.narrow(dim, 0, high - low)
     ends = all_gather(x.narrow(dim, part - rows, rows), axis, dim)
-    own, found = axis.index * part, []
+    own = axis.index * part
+    found = [ends.narrow(dim, 0, 0)]  # so that every rank comes to the collective of the backward
     for rank in range(axis.index):
         stop = (rank + 1) * part
         start = max(low, stop - rows)
@@ -93,4 +94,4 @@ def cut_back(x: Tensor, axis: Ranks, dim: int, size: int) -> Tensor:
             found.append(ends.narrow(dim, rank * rows + start - (stop - rows), min(stop, high) - start))
     if high > own:
         found.append(x.narrow(dim, 0, high - own))
-    return torch.cat(found or [x.narrow(dim, 0, 0)], dim)
+    return torch.cat(found, dim)

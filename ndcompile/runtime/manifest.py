@@ -164,14 +164,17 @@ class Manifest:
                         raise ValueError(
                             f"input '{plan.name}' has size {size} at dim {dim}, which does not divide by {ranks}\n"
                             f"  why  axis '{axis}' cuts it into {ranks} equal parts\n"
-                            f"  try  size {size // ranks * ranks or ranks} or {(size // ranks + 1) * ranks}, "
-                            f"or nd.parallelize(…, pad_inputs=True)"
+                            f"  try  size {size // ranks * ranks or ranks} or {(size // ranks + 1) * ranks}\n"
+                            f"  try  nd.parallelize(…, pad_inputs=True), for sequences"
                         )
 
     def lengths(self, tensors: Sequence[Tensor]) -> dict[str, int]:
         """The length of each sequence of a call, by its symbol."""
-        pairs = ((d, n) for plan, x in zip(self.input_plans, tensors, strict=True) for d, n in zip(plan.dims, x.shape, strict=True))
-        return {symbol: size for symbol, size in pairs if isinstance(symbol, str) and symbol != "b"}
+        found = {}
+        for plan, x in zip(self.input_plans, tensors, strict=True):
+            sizes = zip(plan.dims, x.shape, strict=True)
+            found |= {symbol: size for symbol, size in sizes if isinstance(symbol, str) and symbol != "b"}
+        return found
 
     def to_json(self) -> dict[str, Any]:
         return {k: v for k, v in asdict(self).items() if k != "_spec"}

@@ -124,6 +124,20 @@ def test_sharded_sequences_equal_one_device(world_size: int, tmp_path: Path) -> 
     check(world_size, SEQUENCES[world_size], tmp_path)
 
 
+PADDED = {
+    2: [Case(model, "cp=2", length=5) for model in ("Llama, packed", "BERT, padded")] + [Case("llama", "tp=2", length=7)],
+    4: [Case("GPT-2", "cp=4", length=5), Case("llama", "cp=2, tp=2", length=5),
+        Case("BERT, padded", "dp_shard=2, cp=2", length=6)],
+}  # fmt: skip
+"""Lengths that the mesh does not divide, with `pad_inputs`; one device has the sequences as they are."""
+
+
+@pytest.mark.equivalence
+@pytest.mark.parametrize("world_size", PADDED)
+def test_lengths_that_do_not_divide_equal_one_device(world_size: int, tmp_path: Path) -> None:
+    check(world_size, PADDED[world_size], tmp_path)
+
+
 @pytest.mark.equivalence
 @pytest.mark.parametrize("world_size", WIDER)
 def test_three_axes_and_sub_axes_equal_one_device(world_size: int, tmp_path: Path) -> None:
