@@ -35,6 +35,7 @@ from ndcompile.passes.recognise_experts import recognise_experts
 from ndcompile.passes.recognise_masks import recognise_masks
 from ndcompile.passes.replace_dropout import replace_dropout
 from ndcompile.passes.share_keys import share_keys
+from ndcompile.passes.share_sequences import share_sequences
 from ndcompile.passes.split_axes import split_axes
 from ndcompile.pins import Pins
 from ndcompile.precision import Precision
@@ -111,6 +112,7 @@ PIPELINE: tuple[Step, ...] = (
     Step("drop_noops", lambda job: drop_noops(job.graph), (checks.no_noops,)),
     Step("recognise_masks", lambda job: recognise_masks(job.graph, job.buffers)),
     Step("share_keys", lambda job: share_keys(job.graph, job.mesh, job.precision.compute)),
+    Step("share_sequences", lambda job: share_sequences(job.graph, job.mesh)),
     Step("recognise_experts", lambda job: recognise_experts(job.graph)),
     Step("lower_recurrent", lambda job: lower_recurrent(job.graph)),
     Step("lower_losses", lambda job: lower_losses(job.graph)),

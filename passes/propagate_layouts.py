@@ -151,7 +151,7 @@ def _require_sequences(state: State, axis: str) -> None:
     if not any(node.meta["placements"][axis].kind == "S" for node in long):
         raise CompileError(
             f"axis '{axis}' has nothing to shard",
-            why="no value has a sequence of a length that is open when the model is compiled",
+            why="no value has a length that is open when the model is compiled; a recurrence step by step fixes it",
             tries="a mesh without cp, or dynamic_dims={'input': {1: 's'}}",
         )
     for node in long:
