@@ -220,5 +220,6 @@ def _end_layout(node: fx.Node, mesh: MeshSpec, order: list[str], local: bool) ->
         if kind.shards_batch and (dim := batch_dim(shape)) is not None:
             found[axis] = S(dim)
         else:
-            found[axis] = made if made.kind == "S" and not kind.shards_batch and not local else I
+            kept = made.kind == "S" and not made.within and not kind.shards_batch and not local
+            found[axis] = made if kept else I
     return Layout.make(len(shape), found)

@@ -44,8 +44,8 @@ def dealt(x: Tensor, dim: int, ranks: int) -> Tensor:
 
 def natural(x: Tensor, dim: int, ranks: int) -> Tensor:
     """The inverse of `dealt`: the ranks' chunks, one rank after the other, in the order of their positions."""
-    held = held(ranks)
-    return _reorder(x, dim, [held.index(chunk) for chunk in range(2 * ranks)])
+    order = held(ranks)
+    return _reorder(x, dim, [order.index(chunk) for chunk in range(2 * ranks)])
 
 
 def held(ranks: int) -> list[int]:
