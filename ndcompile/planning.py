@@ -149,4 +149,3 @@ def _output(value: Any, mesh: MeshSpec) -> dict[str, list[int]]:
                 even = size.divides_by(mesh.size(*axes))
                 found[axis] = [dim, 0 if even else int(size.coefficient)]
     return found
-

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
+from operator import getitem
 from typing import Any
 
+import sympy
 from torch import fx
 
 from ndcompile.errors import CompileError
 from ndcompile.fold import unfold
-from ndcompile.pads import Followed, end_of, follow, refused
-from ndcompile.rules.registry import arguments, model_results, op_name, operands
+from ndcompile.pad_rules import (
+    ATTENTION,
+    along,
+    born,
+    refuse_length,
+    require_mask,
+    require_nothing,
+    value_at_pads,
+)
+from ndcompile.pads import ANY, Followed, Pad, Pads, end_of, refused
+from ndcompile.rules.notation import Signature
+from ndcompile.rules.registry import arguments, model_results, op_name, operands, signature
 
 MOST = 16
 """Combinations of pads that are tried."""
@@ -32,8 +45,72 @@ def pad_inputs(graph: fx.GraphModule, symbols: frozenset[str]) -> fx.GraphModule
     for node in graph.graph.find_nodes(op="placeholder"):
         if node.meta["role"] == "input" and node.meta["name"] in given:
             node.meta["pad"] = given[node.meta["name"]]
-    graph.graph.output_node().meta |= dict(limits=followed.limits, ends=[_ends(r, followed) for r in model_results(whole)])
+    graph.graph.output_node().meta |= dict(
+        limits=followed.limits, ends=[_ends(r, followed) for r in model_results(whole)]
+    )
     return graph
+
+
+def follow(graph: fx.GraphModule, symbols: frozenset[str], given: Mapping[str, float]) -> Followed:
+    """Follow pads through a graph, whose inputs have the numbers `given` at them. Raises `CompileError` at the op that
+    they would change.
+    """
+    found = Followed(symbols)
+    for node in graph.graph.nodes:
+        if node.op == "placeholder" and "sizes" in node.meta:
+            own = found.lengthened(node)
+            found.pads[node] = {d: Pad(given[node.meta["name"]]) for d in own}
+        elif node.op == "call_function" and "shape" in node.meta:
+            found.pads[node] = _followed(node, found)
+    return found
+
+
+def _followed(node: fx.Node, found: Followed) -> Pads:
+    if node.target is getitem:
+        taken = found.pads[operands(node)[0]]
+        return {d: taken.get(d, ANY) for d in found.lengthened(node)}
+    refuse_length(node, found)
+    name = op_name(node.target)
+    base = name.split(".")[1]
+    bound, given = signature(node), operands(node)
+    if base in ATTENTION:
+        require_mask(node, found, bound)
+    by_factor = _by_factor(bound, given, found)
+    pads = {}
+    for dim in found.lengthened(node):
+        own = next((f for f in bound.output[dim] if f in by_factor), None)
+        if own is None:
+            pads[dim] = born(node, base, dim, found)
+        elif own in bound.whole | bound.masked | bound.special or (own in bound.together and base not in ATTENTION):
+            pads[dim] = along(node, base, dim, by_factor[own], found)
+        else:
+            pads[dim] = value_at_pads(node, name, bound, by_factor[own], found)
+    kept = {f for dim in pads for f in bound.output[dim]}
+    for factor, taken in by_factor.items():
+        if factor not in kept and not (base in ATTENTION and factor in bound.together | bound.whole):
+            require_nothing(node, base, bound, factor, taken)
+    for dim, pad in pads.items():
+        if pad.number is not None and (math.isnan(pad.number) or pad.number == math.inf):
+            raise refused(node, f"pads become {pad.number} at dim {dim}")
+    return pads
+
+
+def _by_factor(bound: Signature, given: list[fx.Node], found: Followed) -> dict[str, dict[int, Pad]]:
+    """For each factor that has pads, what stands there in each operand that has the factor."""
+    by_factor: dict[str, dict[int, Pad]] = {}
+    for number, value in enumerate(given):
+        for dim, pad in found.pads.get(value, {}).items():
+            factors = bound.operands[number][dim]
+            long = [f for f in factors if set(bound.sizes[f].symbols) & _names(value.meta["sizes"][dim])] or factors
+            for factor in long:
+                by_factor.setdefault(factor, {})[number] = pad
+    return by_factor
+
+
+def _names(size: Any) -> set[str]:
+    """The names that a size of this expression has in `Size`: its symbols but the batch, and itself as one."""
+    expression = sympy.sympify(size)
+    return {str(symbol) for symbol in expression.free_symbols} - {"b"} | {str(expression)}
 
 
 def _first_harmless(
@@ -91,5 +168,3 @@ def _ends(value: Any, followed: Followed) -> dict[int, tuple[str, int]]:
             raise refused(value, f"dim {dim} of a result is {value.meta['sizes'][dim]} long, of which pads are no end")
         found[dim] = end
     return found
-
-

@@ -71,7 +71,7 @@ def bordered(x: Tensor, dim: int, axis: Ranks, before: int, after: int, balanced
 
 
 def _everyones(own: Sequence[Tensor], dim: int, axis: Ranks, balanced: bool) -> list[Tensor]:
-    """A tensor for each chunk of the whole, in order. Every rank uses them, so that all come to their gradient's sum."""
+    """A tensor for each chunk of the whole, in order; all ranks use some, and so come to the sum of their gradient."""
     size = own[0].shape[dim]
     gathered = all_gather(_joined(own, dim), axis, dim)
     order = held(axis.size) if balanced else list(range(axis.size))

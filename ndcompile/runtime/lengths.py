@@ -70,7 +70,7 @@ def result(
             del sharded[axis]
         size = longer[symbol][0] + more
         value = cut_back(value, mesh[axes[0]], dim, size) if axes else value.narrow(dim, 0, size)
-        sharded |= {axis: (dim, size) for axis in axes[:1]}
+        sharded |= dict.fromkeys(axes[:1], (dim, size))
     return private.distributed(value, device_mesh, sharded) if sharded else value
 
 

@@ -170,7 +170,7 @@ class Manifest:
 
     def lengths(self, tensors: Sequence[Tensor]) -> dict[str, int]:
         """The length of each sequence of a call, by its symbol."""
-        found = {}
+        found: dict[str, int] = {}
         for plan, x in zip(self.input_plans, tensors, strict=True):
             sizes = zip(plan.dims, x.shape, strict=True)
             found |= {symbol: size for symbol, size in sizes if isinstance(symbol, str) and symbol != "b"}

@@ -106,8 +106,8 @@ def _pairs_of(program: Program, true: Step, padded: Step, longer: Grown) -> Any:
                 yield f"result {place}", a, b
     for name, gradient in true.gradients.items():
         if gradient is not None:
-            other = padded.gradients[name]
-            yield f"the gradient of '{name}'", gradient, gradient.new_empty(0) if other is None else other
+            own = padded.gradients[name]
+            yield f"the gradient of '{name}'", gradient, gradient.new_empty(0) if own is None else own
     yield "the gradient norm", true.norm, padded.norm
     for name, value in true.parameters.items():
         yield f"parameter '{name}'", value, padded.parameters[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ class Block(nn.Module):
     def __init__(self, how: str, window: int, groups: int, dilation: int) -> None:
         super().__init__()
         self.how, self.before = how, dilation * (window - 1)
-        padding = {"cut": self.before, "padded": 0, "same": "same"}[how]
+        padding: Any = {"cut": self.before, "padded": 0, "same": "same"}[how]
         self.norm = nn.LayerNorm(WIDTH)
         self.mix = nn.Conv1d(WIDTH, WIDTH, window, padding=padding, groups=groups, dilation=dilation)
         self.keys, self.gate = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
@@ -49,7 +50,9 @@ class Mixing(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
-def _mixing(how: str, window: int = 4, groups: int = WIDTH, dilation: int = 1) -> Callable[[int], tuple[nn.Module, Batch]]:
+def _mixing(
+    how: str, window: int = 4, groups: int = WIDTH, dilation: int = 1
+) -> Callable[[int], tuple[nn.Module, Batch]]:
     def make(size: int) -> tuple[nn.Module, Batch]:
         torch.manual_seed(6)
         return Mixing(how, window, groups, dilation), masked("ids", 19, size)

@@ -84,7 +84,9 @@ def cases(draw: st.DrawFn, ranks: int, device: str) -> Case:
     d = 8 * draw(st.sampled_from([1, 2, 8, 16] if device == "cuda" else [1, 2]))
     e = draw(st.sampled_from([d, d, 16]))
     dtype, mask = draw(st.sampled_from(DTYPES[device])), draw(st.sampled_from(MASKS))
-    return Case(how, dtype, balanced, draw(st.integers(1, 2)), heads, kv_heads, length, d, e, mask, draw(st.integers(0, 99)))
+    return Case(
+        how, dtype, balanced, draw(st.integers(1, 2)), heads, kv_heads, length, d, e, mask, draw(st.integers(0, 99))
+    )
 
 
 @dataclass

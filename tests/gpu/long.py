@@ -35,7 +35,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from torch import Tensor, nn
 
 import ndcompile as nd
 from ndcompile.verify.error_model import ALLOWED, unit
+from tests.equivalence.compare import whole
 from tests.torchrun import join
 
 STEPS, LEARNING_RATE = 3, 1e-3
@@ -71,7 +72,7 @@ def make(sizes: dict[str, Any], blocks: int, tokens: int) -> tuple[nn.Module, Ba
 def alone(model: nn.Module, batch: Batch, device: torch.device) -> Iterator[tuple[float, dict[str, Tensor]]]:
     """The untouched model's steps: in bfloat16 with float32 masters, each block computed again in the backward."""
     masters = copy.deepcopy(model).to(device)
-    low = copy.deepcopy(model).to(device, torch.bfloat16)
+    low: Any = copy.deepcopy(model).to(device, torch.bfloat16)
     low.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(masters.parameters(), lr=LEARNING_RATE)
     pairs = dict(zip(masters.parameters(), low.parameters(), strict=True))
@@ -104,7 +105,7 @@ def on_mesh(model: nn.Module, batch: Batch, device: torch.device) -> Iterator[tu
     for _ in range(STEPS):
         loss = parallel(**{k: v.to(device) for k, v in batch.items()}).loss
         loss.backward()
-        gradients = {n: p.grad.full_tensor().float().cpu() for n, p in parallel.named_parameters() if p.grad is not None}
+        gradients = {n: whole(p.grad).float().cpu() for n, p in parallel.named_parameters() if p.grad is not None}
         yield float(loss.detach()), gradients
         optimizer.step()
         optimizer.zero_grad()
@@ -134,6 +135,10 @@ def timed(steps: Iterator[tuple[float, dict[str, Tensor]]], device: torch.device
         yield found, round(time.perf_counter() - start, 2), round(peak, 1)
 
 
+def tell(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
 def free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
@@ -148,7 +153,6 @@ def main() -> None:
     device = join(170)
     gpu, rank, begin = device.type == "cuda", dist.get_rank(), time.perf_counter()
     blocks, tokens = arguments.blocks or (6 if gpu else 2), arguments.tokens or (262_144 if gpu else 64)
-    tell: Callable[[dict[str, Any]], None] = lambda line: print(json.dumps(line), flush=True)
     model, batch = make(LARGE if gpu else TINY, blocks, tokens)
     right: list[float] = []
     first: dict[str, Tensor] = {}
@@ -164,7 +168,13 @@ def main() -> None:
     for number, ((loss, gradients), seconds, peak) in enumerate(timed(on_mesh(model, batch, device), device)):
         if rank == 0:
             far = abs(loss - right[number]) / (UNIT * abs(right[number]))
-            line = {"on the mesh": number, "loss": loss, "loss_ratio": round(far, 4), "seconds": seconds, "peak_gib": peak}
+            line = {
+                "on the mesh": number,
+                "loss": loss,
+                "loss_ratio": round(far, 4),
+                "seconds": seconds,
+                "peak_gib": peak,
+            }
             worst = {"gradient": "", "ratio": 0.0}
             if number == 0:
                 found = ratios(gradients, first, blocks)

@@ -1,4 +1,4 @@
-"""Pads: what is lengthened with which number, and what is refused; both judged by running the graph with and without."""
+"""Pads: what is lengthened with what, and what is refused; both judged by running the graph with and without."""
 
 from __future__ import annotations
 

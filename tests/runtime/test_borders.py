@@ -1,4 +1,4 @@
-"""Windows and running sums over ranks: what one device computes on the whole, forward and backward, also in the field."""
+"""Windows and running sums over ranks: what one device computes on the whole, and its gradients, also in the field."""
 
 from __future__ import annotations
 
@@ -66,7 +66,14 @@ def equal(domain: Domain, mine: Tensor, theirs: Tensor) -> None:
     st.integers(1, 3), st.sampled_from([1, 2]), st.data(),
 )  # fmt: skip
 def test_windows(
-    kind: type[Domain], ranks: int, balanced: bool, chunk: int, window: int, dilation: int, groups: int, data: st.DataObject
+    kind: type[Domain],
+    ranks: int,
+    balanced: bool,
+    chunk: int,
+    window: int,
+    dilation: int,
+    groups: int,
+    data: st.DataObject,
 ) -> None:
     """Of any reach: within a chunk, or over several."""
     domain, length = kind(window), (2 if balanced else 1) * ranks * chunk
