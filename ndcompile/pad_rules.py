@@ -17,7 +17,7 @@ from ndcompile.rules.registry import arguments, op_name, operands
 # ---- ops that take each place by itself ------------------------------------------------------------------------------
 
 
-def value(node: fx.Node, name: str, bound: Signature, taken: dict[int, Pad], found: Followed) -> Pad:
+def value_at_pads(node: fx.Node, name: str, bound: Signature, taken: dict[int, Pad], found: Followed) -> Pad:
     """What stands at the pads of a result; operands that are not in `taken` have no such dim."""
     base = name.split(".")[1]
     if base in LOOKUPS:
@@ -271,7 +271,7 @@ def _convolved(node: fx.Node, dim: int, taken: dict[int, Pad]) -> Pad:
 
 ALONG: dict[str, Callable[[fx.Node, int, dict[int, Pad]], Pad]] = {
     "slice": _sliced, "pad": _padded, "constant_pad_nd": _padded, "cat": _joined, "diff": _differences,
-    "cumsum": _running, "tril": _running, "triu": _running, "softmax": _shares, "_softmax": _shares,
+    "cumsum": _running, "running_sum": _running, "tril": _running, "triu": _running, "softmax": _shares, "_softmax": _shares,
     "convolve": _convolved,
 }  # fmt: skip
 """Ops of which a place takes itself, what stands before it, or its neighbours."""

@@ -102,13 +102,18 @@ def own_loss(model: Model, x: Tensor, mask: Tensor, labels: Tensor) -> Any:
 
 
 def running(model: Model, x: Tensor, mask: Tensor, labels: Tensor) -> Any:
-    return model.loss(x.cumsum(1), labels)
+    return model.loss((x * mask[..., None]).cumsum(1), labels)
+
+
+def windows(model: Model, x: Tensor, mask: Tensor, labels: Tensor) -> Any:
+    mixed = model.mix((x * mask[..., None]).transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+    return {"loss": model.loss(mixed, labels), "mixed": mixed}
 
 
 HARMLESS: dict[str, tuple[Body, dict[str, float]]] = {
     body.__name__: (body, {"ids": 0, "mask": 0, "labels": -100})
     for body in (causal, masked, written_out, added, shifted, shifted_by_padding, pooled_under_a_mask, first_token,
-                 positions, positions_of_a_buffer, positions_of_the_mask, own_loss)
+                 positions, positions_of_a_buffer, positions_of_the_mask, own_loss, running, windows)
 }  # fmt: skip
 
 
@@ -194,6 +199,16 @@ def test_harmful_pads_are_refused_and_would_change_something(case: str) -> None:
     assert error.value.why is not None and error.value.why.startswith(why)
     program.manifest.pads, program.manifest.multiples = {"ids": 0, "mask": 0, "labels": -100}, {"s": {"cp": 4}}
     assert padded.claim(program, Model(body), 1, "cpu").held is False
+
+
+def test_a_window_that_reaches_over_the_end_is_refused() -> None:
+    """Zeros stand behind the end; pads are something else."""
+
+    def body(model: Model, x: Tensor, mask: Tensor, labels: Tensor) -> Any:
+        return model.loss(model.mix(x.transpose(1, 2))[..., 1:-1].transpose(1, 2), labels)
+
+    with pytest.raises(nd.CompileError, match="a window reaches over the last token"):
+        nd.compile(Model(body), "cp=2", BATCH, pad_inputs=True)
 
 
 def test_an_input_that_is_looked_up_and_a_target_is_refused() -> None:
