@@ -271,8 +271,8 @@ def _convolved(node: fx.Node, dim: int, taken: dict[int, Pad]) -> Pad:
 
 ALONG: dict[str, Callable[[fx.Node, int, dict[int, Pad]], Pad]] = {
     "slice": _sliced, "pad": _padded, "constant_pad_nd": _padded, "cat": _joined, "diff": _differences,
-    "cumsum": _running, "running_sum": _running, "tril": _running, "triu": _running, "softmax": _shares, "_softmax": _shares,
-    "convolve": _convolved,
+    "cumsum": _running, "running_sum": _running, "tril": _running, "triu": _running, "convolve": _convolved,
+    "softmax": _shares, "_softmax": _shares,
 }  # fmt: skip
 """Ops of which a place takes itself, what stands before it, or its neighbours."""
 

@@ -247,8 +247,10 @@ class _EdgeCost:
             return float("inf")  # a sharded parameter is used where it lies; data axes gather it before
         if self.bucketed and source.kind in "IS":
             return float("inf")
-        if source.within or target.within:  # by a view in which the sequence is a dim of its own
-            return self._moved(source, target) if source.whole or target.whole else float("inf")
+        if target.within:
+            return float("inf")  # a whole is sharded before its sequence is joined, as cheaply
+        if source.within:  # by a view in which the sequence is a dim of its own
+            return self._moved(source, target) if target.whole else float("inf")
         exchanged = (source, target) if source.kind == "S" else (target,)
         if target.kind == "S" and not all(self._even(placement) for placement in exchanged):
             return float("inf")

@@ -21,6 +21,7 @@ def over_ranks(node: fx.Node) -> dict[str, Any]:
     assert given.get("mask", given.get("attn_mask")) is None, "a dense mask is sharded by queries"
     causal = given.get("is_causal") or given.get("causal")
     drop = dict(dropout_p=given["p"]) if "p" in given else {}
-    named = drop | dict(causal=causal) | {name: given.get(name) for name in (*PARTS[1:], "scale", "key", "site")}
+    more = ("scale", "key", "site") if drop else ("scale",)  # elsewhere `key` is the keys
+    named = drop | dict(causal=causal) | {name: given.get(name) for name in (*PARTS[1:], *more)}
     kept = {name: value for name, value in named.items() if value is not None and value is not False}
     return kept | dict(how=node.meta["how"])
