@@ -39,6 +39,7 @@ def compile(
     float64: bool = False,
     dynamic_dims: DynamicDims | None = None,
     cp_attention: str | None = None,
+    pad_inputs: bool = False,
     world_size: int | None = None,
     dump: str | Path | None = None,
 ) -> Program:
@@ -53,6 +54,8 @@ def compile(
     exact comparison. `dynamic_dims` says which input dims are the batch and the sequence: `{"pixels": {0: "b"}}`.
     `cp_attention` is how attention over `cp` brings queries and keys together: `"gather"` (keys and values are
     gathered), `"ring"` (they go round), `"heads"` (heads are sharded in place of the sequence); None: what sends least.
+    With `pad_inputs` sequences of a length that the mesh does not divide get tokens at their end that change nothing,
+    and results are cut back; a model in which that cannot be shown is refused.
     `dump` is a folder for every pass's graph. Raises `CompileError` where the model cannot be compiled as asked.
 
     >>> print(compile(nn.Linear(4, 6), "tp=2", torch.randn(3, 4)).parameters["weight"].layout)
@@ -62,7 +65,7 @@ def compile(
     spec = MeshSpec.parse(mesh, world_size)
     planning.check_option("outputs", outputs, ("sharded", "local"))
     planning.check_option("cp_attention", cp_attention, (None, *HOW))
-    asked = Asked(precision or Precision(), outputs == "local", float64, dynamic_dims, cp_attention)
+    asked = Asked(precision or Precision(), outputs == "local", float64, dynamic_dims, cp_attention, pad_inputs)
     return _program(model, spec, example_inputs, read_pins(placements, spec), asked, dump)
 
 
@@ -75,6 +78,7 @@ class Asked:
     float64: bool
     dynamic_dims: DynamicDims | None
     cp_attention: str | None
+    pad_inputs: bool
 
 
 def _program(
@@ -102,7 +106,8 @@ def _program(
     title = type(model).__name__
     job = pipeline.Job(
         captured.graph, spec, asked.precision, pins, names, lists, _names(model, modules), title,
-        dict(model.named_buffers()), asked.local_outputs, not of_other_mode, asked.cp_attention, times=times,
+        dict(model.named_buffers()), asked.local_outputs, not of_other_mode, asked.cp_attention,
+        asked.pad_inputs, times=times,
     )  # fmt: skip
     pipeline.run(job, folder)
     assert job.reference and job.emitted, "the pipeline has run all its steps"
@@ -126,6 +131,7 @@ def parallelize(
     float64: bool = False,
     dynamic_dims: DynamicDims | None = None,
     cp_attention: str | None = None,
+    pad_inputs: bool = False,
     init: str = "check",
     cuda_graph: bool = False,
 ) -> ParallelModule:
@@ -145,7 +151,7 @@ def parallelize(
     example = planning.examples(model) if example_inputs is None else example_inputs
     options: dict[str, Any] = dict(
         precision=precision, placements=placements, outputs=outputs, float64=float64, dynamic_dims=dynamic_dims,
-        cp_attention=cp_attention, world_size=torch.distributed.get_world_size(),
+        cp_attention=cp_attention, pad_inputs=pad_inputs, world_size=torch.distributed.get_world_size(),
     )  # fmt: skip
     program = together(lambda: compile(model, mesh, example, **options))
     bare = planning.skeleton(model)  # the whole model's memory is the caller's to keep or to free
@@ -153,7 +159,7 @@ def parallelize(
     def other(training: bool) -> Program:
         """The program of the other mode, with the parameters where they lie already and modules as the user pinned."""
         pins = for_other_mode(read_pins(placements, program.mesh), {n: p.layout for n, p in program.parameters.items()})
-        asked = Asked(precision or Precision(), outputs == "local", float64, dynamic_dims, cp_attention)
+        asked = Asked(precision or Precision(), outputs == "local", float64, dynamic_dims, cp_attention, pad_inputs)
         return _program(bare.train(training), program.mesh, example, pins, asked, of_other_mode=True)
 
     module = bind.bind(program, model, mesh, other, init)

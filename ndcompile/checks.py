@@ -293,9 +293,8 @@ def _cut(node: fx.Node, bound: Any, operand: int, axis: str, given: list[Placeme
         size = bound.sizes[factor]
         if before == within:
             return str(factor), ONE
-        major = within.gcd(size)
-        if before * major == within and major != size:
-            return str(factor), major
+        if before.gcd(within) == before and (rest := within // before) == rest.gcd(size) and rest != size:
+            return str(factor), rest
         before = before * size
     raise _mix(node, given, axis, f"no factor of dim {placement.dim} begins within {within}")
 

@@ -17,6 +17,7 @@ from ndcompile.choose import Problem
 from ndcompile.codegen.emit import Emitted, Names, emit
 from ndcompile.dense import dense_masks
 from ndcompile.fold import unfold
+from ndcompile.lengths import multiples
 from ndcompile.mesh import MeshSpec
 from ndcompile.passes.choose_attention import choose_attention
 from ndcompile.passes.cut_linears import cut_linears
@@ -28,11 +29,13 @@ from ndcompile.passes.lower_losses import lower_losses
 from ndcompile.passes.lower_recurrent import lower_recurrent
 from ndcompile.passes.mark_blocks import mark_blocks
 from ndcompile.passes.measure_values import measure_values
+from ndcompile.passes.pad_inputs import pad_inputs
 from ndcompile.passes.propagate_layouts import propagate_layouts
 from ndcompile.passes.recognise_experts import recognise_experts
 from ndcompile.passes.recognise_masks import recognise_masks
 from ndcompile.passes.replace_dropout import replace_dropout
 from ndcompile.passes.share_keys import share_keys
+from ndcompile.passes.share_sequences import share_sequences
 from ndcompile.passes.split_axes import split_axes
 from ndcompile.pins import Pins
 from ndcompile.precision import Precision
@@ -57,6 +60,7 @@ class Job:
     local_outputs: bool = False
     all_pins_match: bool = True
     cp_attention: str | None = None
+    pad_inputs: bool = False
     reference: fx.GraphModule | None = None
     emitted: Emitted | None = None
     problems: dict[str, Problem] = field(default_factory=dict)
@@ -74,6 +78,11 @@ class Step:
 
 def _propagate(job: Job) -> None:
     job.problems = propagate_layouts(job.graph, job.mesh, job.pins, job.local_outputs, job.all_pins_match)
+
+
+def _pad_inputs(job: Job) -> None:
+    if job.pad_inputs:
+        pad_inputs(job.graph, frozenset(multiples(job.graph, job.mesh)))
 
 
 def _split_axes(job: Job) -> None:
@@ -103,6 +112,7 @@ PIPELINE: tuple[Step, ...] = (
     Step("drop_noops", lambda job: drop_noops(job.graph), (checks.no_noops,)),
     Step("recognise_masks", lambda job: recognise_masks(job.graph, job.buffers)),
     Step("share_keys", lambda job: share_keys(job.graph, job.mesh, job.precision.compute)),
+    Step("share_sequences", lambda job: share_sequences(job.graph, job.mesh)),
     Step("recognise_experts", lambda job: recognise_experts(job.graph)),
     Step("lower_recurrent", lambda job: lower_recurrent(job.graph)),
     Step("lower_losses", lambda job: lower_losses(job.graph)),
@@ -114,6 +124,7 @@ PIPELINE: tuple[Step, ...] = (
     Step("measure_values", lambda job: measure_values(job.graph, job.mesh)),
     Step("split_axes", _split_axes),
     Step("propagate_layouts", _propagate, (checks.every_value_placed, checks.parameters_lie_where_they_are_used)),
+    Step("pad_inputs", _pad_inputs),
     Step(
         "insert_collectives",
         lambda job: insert_collectives(job.graph, job.mesh, job.precision),

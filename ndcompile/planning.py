@@ -12,10 +12,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ndcompile.autocast import Autocast
-from ndcompile.axes import KINDS, parts
+from ndcompile.axes import KINDS
 from ndcompile.blocks import first_names
 from ndcompile.capture import Captured
 from ndcompile.errors import CompileError
+from ndcompile.lengths import multiples
 from ndcompile.mesh import MeshSpec
 from ndcompile.pipeline import Job
 from ndcompile.placement import I, Layout
@@ -86,6 +87,7 @@ def manifest(
     aliases = {name: first for name, first in first_names(tensors).items() if first != name}
     placeholders = {n.meta["name"]: n for n in captured.graph.graph.find_nodes(op="placeholder")}
     inputs = [_input_plan(name, placeholders[name]) for name in captured.inputs]
+    ends = job.graph.graph.output_node().meta
     return Manifest(
         mesh=str(job.mesh),
         root=job.emitted.root,
@@ -101,11 +103,14 @@ def manifest(
         updates=list(updates(job.graph)),
         assumed={name: digest(job.buffers[name]) for n in job.graph.graph.nodes for name in n.meta.get("assumes", ())},
         output_text=_spec_text(captured.output_spec),
-        multiples=_multiples(job),
+        multiples=multiples(job.graph, job.mesh),
         compute=None if job.precision.compute is None else str(job.precision.compute),
         reduce=None if job.precision.reduce is None else str(job.precision.reduce),
         autocast_text=None if autocast is None else str(autocast.dtype),
         training=captured.training,
+        pads={n.meta["name"]: n.meta["pad"] for n in placeholders.values() if "pad" in n.meta},
+        limits={symbol: list(end) for symbol, end in ends.get("limits", {}).items()},
+        ends=[[[dim, *end] for dim, end in found.items()] for found in ends.get("ends", [])],
         random=bool([n for n in placeholders.values() if n.meta["role"] == "key"]),
         _spec=captured.output_spec,
     )
@@ -143,21 +148,4 @@ def _output(value: Any, mesh: MeshSpec) -> dict[str, list[int]]:
                 size = value.meta["shape"][dim]
                 even = size.divides_by(mesh.size(*axes))
                 found[axis] = [dim, 0 if even else int(size.coefficient)]
-    return found
-
-
-def _multiples(job: Job) -> dict[str, dict[str, int]]:
-    """What a sequence must divide by, and over which axes: those that shard it somewhere, and all on one dim."""
-    found: dict[str, dict[str, int]] = {}
-    for node in job.graph.graph.nodes:
-        if "layout" not in node.meta or node.meta["layout"] is None:
-            continue
-        for dim, axes in enumerate(node.meta["layout"].dims):
-            here = [a for a in axes if not KINDS[job.mesh[a].kind].shards_batch]
-            kinds = list(dict.fromkeys(job.mesh[a].kind for a in here))
-            for symbol in set(node.meta["shape"][dim].symbols) - {"b"} if kinds else ():
-                for over in {" × ".join(kinds), kinds[0]}:
-                    ranks = job.mesh.size(*(a for a in here if job.mesh[a].kind in over.split(" × ")))
-                    least = found.setdefault(symbol, {}).get(over, 1)
-                    found[symbol][over] = max(parts(over, ranks), least)
     return found

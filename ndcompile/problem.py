@@ -40,6 +40,11 @@ class State:
         """The size of the batch: a multiple of the ranks that shard it."""
         return Size(self.mesh.size(*data_axes(self.mesh)), ("b",))
 
+    @property
+    def step(self) -> int:
+        """What a sequence's length is a multiple of: the ranks that do not shard the batch."""
+        return self.mesh.world_size // self.mesh.size(*data_axes(self.mesh))
+
     def __post_init__(self) -> None:
         for node in self.ops():
             if node.target is not getitem:
@@ -124,7 +129,8 @@ def _op_rows(state: State, node: fx.Node, kind: AxisKind, ranks: int) -> list[Ro
         state.signatures[node],
         [o.meta["grad"] for o in ([node] if node.meta.get("port") else operands(node))],
     )
-    found = rows(bound, ranks, taken=state.taken[node], grads=grads, batch=state.batch if kind.attends else None)
+    found = rows(bound, ranks, taken=state.taken[node], grads=grads, batch=state.batch if kind.attends else None,
+                 step=state.step)  # fmt: skip
     return [row for row in found if row.factor is None or _may_shard(node, kind, bound, row)]
 
 
@@ -241,11 +247,16 @@ class _EdgeCost:
             return float("inf")  # a sharded parameter is used where it lies; data axes gather it before
         if self.bucketed and source.kind in "IS":
             return float("inf")
-        if source.within or target.within:
-            return float("inf")  # only a reshape leaves or enters such a shard
+        if target.within:
+            return float("inf")  # a whole is sharded before its sequence is joined, as cheaply
+        if source.within:  # by a view in which the sequence is a dim of its own
+            return self._moved(source, target) if target.whole else float("inf")
         exchanged = (source, target) if source.kind == "S" else (target,)
         if target.kind == "S" and not all(self._even(placement) for placement in exchanged):
             return float("inf")
+        return self._moved(source, target)
+
+    def _moved(self, source: Placement, target: Placement) -> float:
         return conversion_time(source, target, self.nbytes, self.ranks, self.grad)
 
     def volume(self, source: Placement, target: Placement) -> float:

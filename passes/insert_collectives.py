@@ -6,17 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from ndcompile import runtime
 from ndcompile.axes import KINDS, data_axes
+from ndcompile.build import Builder
 from ndcompile.fold import in_run
 from ndcompile.mesh import GATHERED, MeshAxis, MeshSpec
+from ndcompile.passes.measure_values import symbol_sizes
 from ndcompile.placement import I, Layout, Placement, R, S
 from ndcompile.precision import Precision
 from ndcompile.route import Move, route
 from ndcompile.rules.registry import operands, results
+from ndcompile.size import Size
 
 
 def insert_collectives(graph: fx.GraphModule, mesh: MeshSpec, precision: Precision) -> fx.GraphModule:
@@ -56,12 +60,44 @@ class _Inserter:
             return value
         segment = _segment(value, before)
         key = (value, wanted, segment["segment"])
-        if key not in self.made:
+        if key not in self.made and (here.within or wanted.within):
+            self.made[key] = self._apart(value, wanted, before, segment)
+        elif key not in self.made:
             moves = route(here, wanted, self.sizes, value.meta["nbytes"], value.meta["grad"])
             self.made[key] = self._chain(value, moves, before, bucket=False)
             for node in _chain_of(self.made[key], value):
                 node.meta |= segment
         return self.made[key]
+
+    def _apart(self, value: fx.Node, wanted: Layout, before: fx.Node, segment: dict[str, Any]) -> fx.Node:
+        """The value in another layout by a view in which the sequence that its dim joins is a dim of its own."""
+        here = value.meta["layout"]
+        [(axis, size)] = {*here.within, *wanted.within}
+        dim = next(d for d, axes in enumerate((here if here.on(axis).within else wanted).dims) if axis in axes)
+        major = self._global(size)
+        sizes = value.meta["sizes"]
+        apart = (*sizes[:dim], major, sympy.cancel(sizes[dim] / major), *sizes[dim + 1 :])
+        view = self._view(value, apart, split(here, dim), before, segment)
+        there = self.converted(view, split(wanted, dim), before)
+        return self._view(there, sizes, wanted, before, segment)
+
+    def _global(self, within: str) -> Any:
+        """The size that a layout names, as a global one: its `b` is a data rank's."""
+        size = Size.read(within)
+        symbols = [sympy.Symbol(name, positive=True, integer=True) for name in size.symbols]
+        return sympy.Rational(size.coefficient, self.mesh.size(*data_axes(self.mesh))) * sympy.prod(symbols)
+
+    def _view(
+        self, value: fx.Node, sizes: tuple[Any, ...], layout: Layout, before: fx.Node, segment: dict[str, Any]
+    ) -> fx.Node:
+        build = Builder(self.graph.graph, before)
+        with self.graph.graph.inserting_before(before):
+            listed = [build.number(size) for size in sizes]
+            node = build(torch.ops.aten.reshape.default, value, listed, sizes=sizes, dtype=value.meta["dtype"])
+        node.meta |= {k: value.meta[k] for k in ("nbytes", "grad")} | segment
+        shape = tuple(Size.of(n, symbol_sizes(self.graph, self.mesh)) for n in sizes)
+        node.meta |= dict(shape=shape, layout=layout, wanted=(value.meta["layout"],))
+        return node
 
     def _entered(self, value: fx.Node, wanted: Layout, before: fx.Node) -> fx.Node:
         """The parameter as the segment's bucket gives it: gathered, and `R` where the use is and no shard is."""
@@ -114,6 +150,13 @@ class _Inserter:
                 node.meta = _meta(value, before, move, layout, bucket, self.precision) | dict(natural=natural)
                 value = node
         return value
+
+
+def split(layout: Layout, dim: int) -> Layout:
+    """The layout of a view in which what is minor in a dim is the next one."""
+    dims, inner = layout.dims, {axis for axis, _ in layout.within}
+    own = tuple(a for a in dims[dim] if a not in inner), tuple(a for a in dims[dim] if a in inner)
+    return Layout((*dims[:dim], *own, *dims[dim + 1 :]), layout.rest)
 
 
 def _segment(value: fx.Node, before: fx.Node) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import fx
 
 from ndcompile import runtime
 from ndcompile.mesh import MeshAxis, MeshSpec
+from ndcompile.rules.over_ranks import over_ranks
 from ndcompile.rules.registry import arguments
 from ndcompile.size_nodes import size_node
 
@@ -21,6 +22,9 @@ SHAPED = {
     aten.zeros.default: 0, aten.ones.default: 0, aten.full.default: 0,
 }  # fmt: skip
 """Ops that take a whole shape, with its place among their arguments."""
+
+ALONG = (runtime.convolve, runtime.running_sum)
+"""Ops that look along a sequence."""
 
 
 def localize_sizes(graph: fx.GraphModule, mesh: MeshSpec) -> fx.GraphModule:
@@ -75,6 +79,16 @@ class _Localizer:
 
     def algorithm(self, node: fx.Node) -> None:
         """A lookup in a sharded table, or a loss over sharded classes."""
+        if node.target in ALONG:
+            node.kwargs = {**node.kwargs, "axis": self.axis([a for a, _ in node.meta["algorithm_axes"]])}
+            return
+        if "how" in node.meta:
+            named = over_ranks(node)
+            sharded = {d: axes for d, axes in enumerate(node.meta["layout"].dims[:2]) if axes and "dropout_p" in named}
+            node.kwargs = named | (dict(shards={d: self.axis(a) for d, a in sharded.items()}) if sharded else {})
+            node.args = (*node.args[:3], self.axis([node.meta["algorithm_axes"][0][0]]))
+            node.target = runtime.context_attention
+            return
         axis, given = self.axis([a for a, _ in node.meta["algorithm_axes"]]), arguments(node)
         if node.target is aten.embedding.default:
             size = given["weight"].meta["shape"][0].coefficient

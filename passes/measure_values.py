@@ -25,16 +25,20 @@ def measure_values(graph: fx.GraphModule, mesh: MeshSpec) -> fx.GraphModule:
 
 def measure(graph: fx.GraphModule, mesh: MeshSpec) -> None:
     """Set `shape` (monomials): the batch is a multiple of the data axes, a sequence of the others."""
-    data = mesh.size(*data_axes(mesh))
-    rest = mesh.world_size // data
-    given = [n for n in graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "input"]
-    lengths = {str(x) for n in given for size in n.meta["sizes"] for x in sympy.sympify(size).free_symbols} - {"b"}
-    symbols = {"b": Size(data, ("b",))} | {name: Size(rest, (name,)) for name in lengths}
+    data, symbols = mesh.size(*data_axes(mesh)), symbol_sizes(graph, mesh)
     for node in graph.graph.nodes:
         if "sizes" in node.meta:
             node.meta["shape"] = tuple(Size.of(size, symbols) for size in node.meta["sizes"])
             count = math.prod(_nominal(sympy.sympify(size), data) for size in node.meta["sizes"])
             node.meta["nbytes"] = count * node.meta["dtype"].itemsize
+
+
+def symbol_sizes(graph: fx.GraphModule, mesh: MeshSpec) -> dict[str, Size]:
+    """What each symbol of the graph's sizes stands for in those of `shape`."""
+    data = mesh.size(*data_axes(mesh))
+    given = [n for n in graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "input"]
+    lengths = {str(x) for n in given for size in n.meta["sizes"] for x in sympy.sympify(size).free_symbols} - {"b"}
+    return {"b": Size(data, ("b",))} | {name: Size(mesh.world_size // data, (name,)) for name in lengths}
 
 
 def _nominal(size: sympy.Expr, data: int) -> int:

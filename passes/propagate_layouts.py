@@ -151,7 +151,7 @@ def _require_sequences(state: State, axis: str) -> None:
     if not any(node.meta["placements"][axis].kind == "S" for node in long):
         raise CompileError(
             f"axis '{axis}' has nothing to shard",
-            why="no value has a sequence of a length that is open when the model is compiled",
+            why="no value has a length that is open when the model is compiled; a recurrence step by step fixes it",
             tries="a mesh without cp, or dynamic_dims={'input': {1: 's'}}",
         )
     for node in long:
@@ -220,5 +220,6 @@ def _end_layout(node: fx.Node, mesh: MeshSpec, order: list[str], local: bool) ->
         if kind.shards_batch and (dim := batch_dim(shape)) is not None:
             found[axis] = S(dim)
         else:
-            found[axis] = made if made.kind == "S" and not kind.shards_batch and not local else I
+            kept = made.kind == "S" and not made.within and not kind.shards_batch and not local
+            found[axis] = made if kept else I
     return Layout.make(len(shape), found)

@@ -533,6 +533,7 @@ ON_RANKS: dict[Callable[[int], None], str | list[str]] = {
         "input 'ids' has size 7 at dim 1, which does not divide by 2",
         "  why  axis 'tp' cuts it into 2 equal parts",
         "  try  size 6 or 8",
+        "  try  nd.parallelize(…, pad_inputs=True), for sequences",
     ),
     unequal_batches: lines(
         "input 'x' is [3, 12] on rank 1 and [4, 12] on rank 0",

@@ -19,7 +19,7 @@ RUNTIME = frozenset(
     "replicate invariant shard partial shard_invariant partial_invariant all_gather all_gather_invariant all_to_all "
     "pad all_reduce all_reduce_invariant reduce_scatter embedding cross_entropy dropout attention "
     "attention_with_dropout context_attention arange fold scale_gradient grouped_linear histogram literal "
-    "batch_norm moving_average lstm gru rnn_tanh rnn_relu".split()
+    "batch_norm moving_average lstm gru rnn_tanh rnn_relu convolve running_sum".split()
 )
 """What emitted modules call of the runtime."""
 
@@ -41,7 +41,7 @@ def value_name(node: fx.Node) -> str:
         "scaled_dot_product_attention": "attended", "attention_with_dropout": "attended", "attention": "attended",
         "cross_entropy": "losses", "sum": "total", "div": "loss" if not node.meta["shape"] else "ratio",
         "getitem": "item", "slice": "cut", "pow": "power", "__and__": "both", "index": "picked", "arange": "numbers",
-        "embedding": "embedded", "pad": "padded",
+        "embedding": "embedded", "pad": "padded", "convolve": "convolved", "running_sum": "running",
     }.get(base, identifier(base.strip("_")))  # fmt: skip
 
 

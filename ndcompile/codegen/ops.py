@@ -12,6 +12,7 @@ from torch import fx
 from ndcompile.codegen.sizes import SizeNames, axis_name
 from ndcompile.mesh import HEAD_TAIL, MeshAxis
 from ndcompile.placement import BY_NAME
+from ndcompile.rules.over_ranks import over_ranks
 from ndcompile.rules.registry import arguments, op_name
 
 INFIX = {
@@ -217,6 +218,12 @@ def _algorithm(w: Writer, node: fx.Node, table: fx.Node, dim: int) -> list[str]:
     return [f"axis={w.axis(tuple(axes))}", f"size={w.sizes.whole(table, dim)}"]
 
 
+def _along_sequence(w: Writer, node: fx.Node) -> str:
+    """What communicates where an axis shards the sequence that it looks along."""
+    axes = [f"axis={w.axis(axis)}" for axis, _ in node.meta.get("algorithm_axes", [])]
+    return f"{op_name(node.target).split('.')[1]}({', '.join([w.listed(node), *axes])})"
+
+
 def _shards(w: Writer, node: fx.Node) -> str:
     return _mapped(w, {d: axes for d, axes in enumerate(node.meta["layout"].dims) if axes})
 
@@ -229,10 +236,6 @@ def _ranks(w: Writer, axes: tuple[str, ...]) -> str:
     """The axes as one; where the first holds two chunks, each by itself, major first."""
     alone = len(axes) > 1 and w.sizes.mesh[axes[0]].kind in HEAD_TAIL
     return f"({', '.join(w.axis(axis) for axis in axes)})" if alone else w.axis(axes)
-
-
-ROWS_AND_SIZES = ("causal", "window", "chunk", "prefix", "padding", "documents")
-"""The parts of a mask by name."""
 
 
 def _uneven(w: Writer, node: fx.Node) -> str:
@@ -255,37 +258,24 @@ def _balanced(w: Writer, node: fx.Node) -> str:
 
 
 def _attention(w: Writer, node: fx.Node) -> str:
-    return _over_ranks(w, node, node.args[3:], dict(node.kwargs)) or f"attention({w.listed(node)})"
+    return _over_ranks(w, node) if "how" in node.meta else f"attention({w.listed(node)})"
 
 
 def _scaled_dot_product_attention(w: Writer, node: fx.Node) -> str:
-    given = arguments(node)
-    if given["attn_mask"] is None:
-        causal = {"causal": True} if given["is_causal"] else {}
-        scale = {"scale": given["scale"]} if given["scale"] is not None else {}
-        if text := _over_ranks(w, node, (), causal | scale):
-            return text
-    return f"F.scaled_dot_product_attention({w.listed(node)})"
+    return _over_ranks(w, node) if "how" in node.meta else f"F.scaled_dot_product_attention({w.listed(node)})"
 
 
-def _over_ranks(w: Writer, node: fx.Node, rest: Any, named: dict[str, Any]) -> str:
-    """Attention of a sequence that an axis shards; empty where none does."""
-    if "how" not in node.meta:
-        return ""
-    assert not rest, "what else attention takes has a name"
+def _over_ranks(w: Writer, node: fx.Node, *more: str) -> str:
+    """Attention of a sequence that an axis shards."""
     listed = [*(w.text(x) for x in node.args[:3]), w.axis(node.meta["algorithm_axes"][0][0])]
-    listed += [f"{name}={w.text(value)}" for name, value in named.items()]
-    return f"context_attention({', '.join(listed)}, how={node.meta['how']!r})".replace("'", '"')
+    listed += [f"{name}={w.text(value)}".replace("'", '"') for name, value in over_ranks(node).items()]
+    return f"context_attention({', '.join([*listed, *more])})"
 
 
 def _attention_with_dropout(w: Writer, node: fx.Node) -> str:
     if "how" in node.meta:
-        given = arguments(node)
-        named = {name: given[name] for name in (*ROWS_AND_SIZES, "scale", "key", "site")}
-        kept = {name: value for name, value in named.items() if value is not None and value is not False}
         batch_and_heads = {d: axes for d, axes in enumerate(node.meta["layout"].dims[:2]) if axes}
-        text = _over_ranks(w, node, (), dict(dropout_p=given["p"]) | kept)
-        return f"{text[:-1]}, shards={_mapped(w, batch_and_heads)})"
+        return _over_ranks(w, node, f"shards={_mapped(w, batch_and_heads)}")
     return f"attention_with_dropout({w.listed(node)}, shards={_shards(w, node)}{_uneven(w, node)}{_balanced(w, node)})"
 
 
@@ -358,6 +348,7 @@ SPECIAL: dict[str, Callable[[Writer, fx.Node], str]] = {
     "runtime.attention": _attention,
     "aten.scaled_dot_product_attention.default": _scaled_dot_product_attention,
     "runtime.attention_with_dropout": _attention_with_dropout,
+    **dict.fromkeys(("runtime.convolve", "runtime.running_sum"), _along_sequence),
     "runtime.batch_norm": _batch_norm,
     "aten.batch_norm.default": _kept_batch_norm,
     "aten.group_norm.default": _group_norm,

@@ -80,6 +80,19 @@ def convolution(call: Call) -> Signature:
     return line(f"{product} -> {batch}{o} {target}", f"{product} + {o} -> {batch}{o} {target}")(call)
 
 
+def convolve(call: Call) -> Signature:
+    """`runtime.convolve` as `convolution`, of which an axis of sequences shares the length."""
+    c, o, k = ("c", "o", "c") if call.arguments["groups"] == 1 else ("c!", "o!", "k!")
+    product = f"(n {c} s@)({o} {k} w!)"
+    return line(f"{product} -> n {o} s@", f"{product} + {o} -> n {o} s@")(call)
+
+
+def running_sum(call: Call) -> Signature:
+    """Along a dim that an axis of sequences shares."""
+    dims = " ".join("s@" if d == call.arguments["dim"] else f"d{d}" for d in range(len(call.output)))
+    return line(f"{dims} -> {dims}")(call)
+
+
 def pooled(linear: bool) -> Rule:
     """Over the last `space` dims, by the name of the op; these are whole."""
 
@@ -205,6 +218,8 @@ RULES: dict[str, Rule] = {
     **{f"aten.adaptive_avg_pool{n}d.default": pooled(linear=True) for n in (1, 2, 3)},
     "aten.batch_norm.default": by_channel,
     "aten.group_norm.default": by_group,
+    "runtime.convolve": convolve,
+    "runtime.running_sum": running_sum,
     "runtime.batch_norm": batch_norm,
     "runtime.moving_average": line("f(c, n c *) -> c"),
     "runtime.lstm": line(

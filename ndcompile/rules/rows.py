@@ -31,12 +31,14 @@ def rows(
     grads: Sequence[bool] | None = None,
     symbols: frozenset[str] | None = None,
     batch: Size | None = None,
+    step: int = 1,
 ) -> list[Row]:
     """All rows on an axis of `ranks` ranks.
 
     `taken` says how many ways earlier axes shard each factor, `grads` which operands carry a gradient (the others have
     one replicated placement, `R`), `symbols` which symbols the axis may shard (None: any). With the size of a
-    `batch` the axis shards sequences, also inside a dim that joins one with it, and where an op communicates for it.
+    `batch` the axis shards sequences, also inside a dim that joins one with it, and where an op communicates for it; a
+    sequence's length is a multiple of `step`.
     """
     taken = taken or {}
     flows = list(grads) if grads is not None else [True] * len(signature.operands)
@@ -47,7 +49,7 @@ def rows(
     for factor in signature.factors:
         at_once = factor in signature.together and (batch is None or len(signature.together) > 1)
         if not at_once and _divides(signature, factor, ranks, taken, symbols):
-            majors = [None] if batch is None else _majors(signature.sizes[factor], batch)
+            majors = [None] if batch is None else _majors(signature.sizes[factor], batch, step)
             found += [row for major in majors for row in _sharded(signature, factor, taken, flows, major)]
     if batch is not None and all(_divides(signature, factor, ranks, taken, symbols) for factor in signature.together):
         found += _together(signature)
@@ -73,10 +75,15 @@ def _divides(
     return alone and left == 1 and size.constant and size.coefficient > step * (ranks - 1)
 
 
-def _majors(size: Size, batch: Size) -> list[Size]:
-    """Within what a sequence in this size may be sharded: from its start, or for each sample of a batch."""
-    joins = "b" in size.symbols and len(size.symbols) > 1
-    return [ONE, batch] if joins and size.coefficient % batch.coefficient == 0 else [ONE]
+def _majors(size: Size, batch: Size, step: int) -> list[Size]:
+    """Within what a sequence in this size may be sharded: from its start, for each sample of a batch, or for each of
+    several batches.
+    """
+    if "b" not in size.symbols or len(size.symbols) < 2 or size.coefficient % batch.coefficient:
+        return [ONE]
+    times = size.coefficient // (batch.coefficient * step)
+    several = [Size(times) * batch] if times > 1 and times * batch.coefficient * step == size.coefficient else []
+    return [ONE, batch, *several]
 
 
 def _together(signature: Signature) -> list[Row]:

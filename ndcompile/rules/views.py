@@ -84,6 +84,18 @@ def along(argument: str = "dim", default: int = 0, linear: bool = True) -> Rule:
     return rule
 
 
+def cat(call: Call) -> Signature:
+    """Along a dim that is whole, or of equal parts: then these are minor to the place of an operand in the list."""
+    shapes, rank = set(call.operands), len(call.operands[0])
+    if len(shapes) > 1 or len(call.operands) < 2:
+        return along()(call)
+    names, sizes = _names(call.operands[0])
+    at, dims, count = call.arguments.get("dim", 0) % rank, _dims(names, sizes), len(call.operands)
+    output = (*dims[:at], ("n", *dims[at]), *dims[at + 1 :])
+    terms, carriers = tuple((i,) for i in range(count)), frozenset(range(count))
+    return Signature((dims,) * count, output, sizes | {"n": Size(count)}, terms, carriers, frozenset({"n"}))
+
+
 def stack(call: Call) -> Signature:
     """The new dim is whole; linear in all together."""
     names, sizes = _names(call.operands[0])
@@ -163,7 +175,7 @@ RULES: dict[str, Rule] = {
     "aten.split.Tensor": along(),
     "aten.split_with_sizes.default": along(),
     "aten.chunk.default": along(),
-    "aten.cat.default": along(),
+    "aten.cat.default": cat,
     "aten.stack.default": stack,
     "aten.unbind.int": select,
     "aten.roll.default": roll,

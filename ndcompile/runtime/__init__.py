@@ -2,6 +2,7 @@
 
 from ndcompile.runtime.attention import attention, attention_with_dropout
 from ndcompile.runtime.block import Block, Root, State
+from ndcompile.runtime.borders import convolve, running_sum
 from ndcompile.runtime.collectives import (
     all_gather,
     all_gather_invariant,
@@ -54,6 +55,7 @@ __all__ = [
     "attention_with_dropout",
     "batch_norm",
     "context_attention",
+    "convolve",
     "cross_entropy",
     "current",
     "draw_key",
@@ -76,6 +78,7 @@ __all__ = [
     "reduce_scatter",
     "rnn_relu",
     "rnn_tanh",
+    "running_sum",
     "replicate",
     "scale_gradient",
     "shard",

@@ -2,6 +2,7 @@
 
 Each has a forward and a backward. All give and take `lse [b, h, s]`, minus infinity where a row may attend to nothing,
 so that the backward of one fits the forward of another, and a backward over some keys the `lse` over all of them.
+Keys and values may have fewer heads: cuDNN and flash take them so, to the others they are repeated.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> boo
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, call: Call) -> Two:
     op, _ = private.ATTENTION["cudnn"]
-    out, lse = op(q, *_repeated(q, k, v), None, True, 0.0, call.causal, False, scale=call.scale)[:2]
+    out, lse = op(q, k, v, None, True, 0.0, call.causal, False, scale=call.scale)[:2]
     return out, lse.view(out.shape[:-1])
 
 
@@ -77,13 +78,12 @@ def _cudnn_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, allowed: Tensor | None, call: Call
 ) -> Three:
     _, op = private.ATTENTION["cudnn"]
-    keys, values = _repeated(q, k, v)
     none, lengths = _no_random_state(q), (q.shape[2], k.shape[2])
-    found = op(
-        gradient, q, keys, values, out, lse.unsqueeze(-1), none, none, None, None, None, *lengths, 0.0, call.causal,
+    of_q, of_k, of_v = op(
+        gradient, q, k, v, out, lse.unsqueeze(-1), none, none, None, None, None, *lengths, 0.0, call.causal,
         scale=call.scale,
     )  # fmt: skip
-    return found[0], *_of_groups(k, found[1], found[2])
+    return of_q, of_k, of_v
 
 
 def _flash_takes(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -51,6 +51,9 @@ class Manifest:
     `outputs` gives for each result the axes (not data axes) that shard it, with the dim and its whole size (0: equal
     parts); `updates` the buffers that a forward writes; `assumed` those whose values the program rests on, with their
     digests; `multiples` the number of ranks that a symbol must divide by.
+
+    With `pads`, the number that an input is lengthened with, a sequence need not divide: `limits` says how long it may
+    become, by which table, and `ends` which dims of each result are cut back: the dim, its symbol, what is added.
     """
 
     mesh: str
@@ -71,6 +74,9 @@ class Manifest:
     autocast_text: str | None = None
     training: bool = True
     random: bool = False
+    pads: dict[str, float] = field(default_factory=dict)
+    limits: dict[str, list[Any]] = field(default_factory=dict)
+    ends: list[list[list[Any]]] = field(default_factory=list)
     updates: list[str] = field(default_factory=list)
     assumed: dict[str, str] = field(default_factory=dict)
     _spec: Any = field(default=None, repr=False)
@@ -154,12 +160,21 @@ class Manifest:
                         f"  try  example inputs of different sizes, or dynamic_dims={{'{plan.name}': {{{dim}: '…'}}}}"
                     )
                 for axis, ranks in self.multiples.get(str(wanted), {}).items():
-                    if size % ranks:
+                    if size % ranks and plan.name not in self.pads:
                         raise ValueError(
                             f"input '{plan.name}' has size {size} at dim {dim}, which does not divide by {ranks}\n"
                             f"  why  axis '{axis}' cuts it into {ranks} equal parts\n"
-                            f"  try  size {size // ranks * ranks or ranks} or {(size // ranks + 1) * ranks}"
+                            f"  try  size {size // ranks * ranks or ranks} or {(size // ranks + 1) * ranks}\n"
+                            f"  try  nd.parallelize(…, pad_inputs=True), for sequences"
                         )
+
+    def lengths(self, tensors: Sequence[Tensor]) -> dict[str, int]:
+        """The length of each sequence of a call, by its symbol."""
+        found: dict[str, int] = {}
+        for plan, x in zip(self.input_plans, tensors, strict=True):
+            sizes = zip(plan.dims, x.shape, strict=True)
+            found |= {symbol: size for symbol, size in sizes if isinstance(symbol, str) and symbol != "b"}
+        return found
 
     def to_json(self) -> dict[str, Any]:
         return {k: v for k, v in asdict(self).items() if k != "_spec"}

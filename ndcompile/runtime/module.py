@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from ndcompile.runtime import private
 from ndcompile.runtime.agreement import Disagreement, everyones, together
 from ndcompile.runtime.block import Root
+from ndcompile.runtime.lengths import Grown, grown, lengthened, result
 from ndcompile.runtime.manifest import InputPlan, Manifest
 from ndcompile.runtime.mesh import Mesh
 from ndcompile.runtime.random import draw_key
@@ -54,10 +55,10 @@ class ParallelModule(nn.Module):
     @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         root, manifest = self._program()
-        tensors = self._prepare(manifest, args, kwargs)
+        tensors, longer = self._prepare(manifest, args, kwargs)
         with torch.autocast(tensors[0].device.type, enabled=False):
             results = self._runner(root)(*tensors)
-        return self._finish(manifest, results)
+        return self._finish(manifest, results, longer)
 
     def compile(self, *args: Any, **options: Any) -> None:
         """As `nn.Module.compile`: every distinct block's `compute` is compiled once."""
@@ -121,7 +122,10 @@ class ParallelModule(nn.Module):
         return self._programs[self.training]
 
     @torch.compiler.disable
-    def _prepare(self, manifest: Manifest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    def _prepare(
+        self, manifest: Manifest, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Tensor], Grown]:
+        """What the program takes, and which sequences got pads."""
         if self._checked:
             tensors = self._accept(manifest, args, kwargs)
         else:
@@ -129,7 +133,9 @@ class ParallelModule(nn.Module):
             self._check_ranks(manifest, tensors)
             self._checked = True
         local = [t.to_local() if private.is_distributed(t) else t for t in tensors]
-        return [*local, draw_key(local[0].device)] if manifest.random else local
+        longer = grown(manifest, local)
+        local = lengthened(manifest, local, longer)
+        return ([*local, draw_key(local[0].device)] if manifest.random else local), longer
 
     def _accept(self, manifest: Manifest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensor inputs of a call. Raises ValueError where this rank alone can tell that it does not fit."""
@@ -137,6 +143,7 @@ class ParallelModule(nn.Module):
         tensors = manifest.tensors(args, kwargs)
         _check_autocast(tensors[0].device.type, manifest.autocast)
         manifest.check(tensors)
+        grown(manifest, tensors)
         for plan, tensor in zip(manifest.input_plans, tensors, strict=True):
             if private.is_distributed(tensor):
                 _check_placements(plan, tensor)
@@ -199,12 +206,13 @@ class ParallelModule(nn.Module):
             warnings.warn(SAME_BATCH, stacklevel=2)
 
     @torch.compiler.disable
-    def _finish(self, manifest: Manifest, results: tuple[Any, ...]) -> Any:
-        leaves = [self._result(value, axes) for value, axes in zip(results, manifest.outputs, strict=True)]
+    def _finish(self, manifest: Manifest, results: tuple[Any, ...], longer: Grown) -> Any:
+        ends = manifest.ends or [[]] * len(manifest.outputs)
+        leaves = [
+            result(value, axes, own, longer, self._mesh, self._device_mesh)
+            for value, axes, own in zip(results, manifest.outputs, ends, strict=True)
+        ]
         return pytree.tree_unflatten(leaves, manifest.output_spec)
-
-    def _result(self, value: Any, sharded: Mapping[str, Sequence[int]]) -> Any:
-        return private.distributed(value, self._device_mesh, sharded) if sharded else value
 
 
 SAME_BATCH = (

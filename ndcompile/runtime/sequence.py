@@ -39,17 +39,17 @@ def positions(size: int, axis: Ranks, *, balanced: bool = True, device: torch.de
 
 def dealt(x: Tensor, dim: int, ranks: int) -> Tensor:
     """A whole with its chunks as the ranks hold them, one rank after the other."""
-    return _reorder(x, dim, _held(ranks))
+    return _reorder(x, dim, held(ranks))
 
 
 def natural(x: Tensor, dim: int, ranks: int) -> Tensor:
     """The inverse of `dealt`: the ranks' chunks, one rank after the other, in the order of their positions."""
-    held = _held(ranks)
-    return _reorder(x, dim, [held.index(chunk) for chunk in range(2 * ranks)])
+    order = held(ranks)
+    return _reorder(x, dim, [order.index(chunk) for chunk in range(2 * ranks)])
 
 
-def _held(ranks: int) -> list[int]:
-    """The chunks that the ranks hold."""
+def held(ranks: int) -> list[int]:
+    """The chunks that the ranks hold, one rank after the other: two each."""
     return [chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank)]
 
 

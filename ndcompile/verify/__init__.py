@@ -20,7 +20,7 @@ from ndcompile import checks, pipeline, planning
 from ndcompile.duties import duties
 from ndcompile.errors import CompileError
 from ndcompile.program import Program
-from ndcompile.verify import own_dtypes, rings
+from ndcompile.verify import own_dtypes, padded, rings
 from ndcompile.verify.arithmetic import FAILURES, PRIME, Domain, Field, Float64, NotInDomain, ZeroDenominator
 from ndcompile.verify.compare import Comparison, compare
 from ndcompile.verify.execute import on_one_device, on_ranks, round_trip
@@ -64,7 +64,8 @@ def verify(
     """
     wanted, device = _asked_for(program, also), _usable(device)
     has_rings = rings.CALLED in (source or str(program))
-    tell = _counting(progress, seeds + 3 + len(wanted) + has_rings)
+    pads = bool(program.manifest.pads)
+    tell = _counting(progress, seeds + 3 + len(wanted) + has_rings + pads)
     tell("types")
     types = _types(program)
     exact, float64 = _Layer(), _Layer()
@@ -82,6 +83,9 @@ def verify(
     tell("float64")
     _run(cases[0], model, Float64, 0, microbatches, source, float64, device)
     more = []
+    if pads:
+        tell("pads")
+        more.append(padded.claim(cases[0], model, seeds, device))
     for name in wanted:
         tell(name)
         more.append(ALSO[name](cases[0], model, seeds, microbatches, source, device))

@@ -127,7 +127,16 @@ def _other_dim(site: Site) -> list[str]:
     return found
 
 
-OFFSETS = ("shard", "shard_invariant", "pad", "embedding", "cross_entropy", "arange")
+ALONG = ("convolve", "running_sum")
+"""What looks along a sequence."""
+
+OFFSETS = ("shard", "shard_invariant", "pad", "embedding", "cross_entropy", "arange", *ALONG)
+
+
+def _alone(site: Site) -> list[str]:
+    if site.name not in ALONG or site.axis is None:
+        return []
+    return [f"{site.name}({site.arguments(axis=None)})", f"{site.name}({site.arguments(balanced='False')})"]
 
 
 def _offset(site: Site) -> list[str]:
@@ -237,6 +246,7 @@ OPERATORS: dict[str, Operator] = {
     "parts in another order": _order,
     "another dim": _other_dim,
     "offset zero, or another rank's": _offset,
+    "a chunk without its neighbours": _alone,
     "local size for global": _local_size,
     "uneven parts as even ones": _even,
     "drop a wait": _unwaited,

@@ -43,15 +43,6 @@ class Attends(nn.Module):
         return y if times == 1 else y[:, :, None].expand(b, g, times, s, d).reshape(b, g * times, s, d)
 
 
-class Convolves(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.mix = nn.Embedding(32, 8), nn.Conv1d(8, 8, 3, padding=1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.mix(self.tokens(ids).transpose(1, 2)).sum()
-
-
 def lines(program: nd.Program, *pieces: str) -> list[str]:
     """The lines of a program's text that have all these pieces, without what stands beside them."""
     code = [line.split("  # ")[0].strip() for line in str(program).splitlines()]
@@ -115,7 +106,6 @@ REFUSED: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
     "heads that do not divide": (Attends(3, 3), dict(cp_attention="heads"), "a rank's 3 heads over 3 of keys"),
     "no such way": (Attends(), dict(cp_attention="round"), "cp_attention='round' is no option"),
     "a pin": (Attends(), dict(placements={"q.weight": {"cp": nd.S(0)}}), "the pin 'q.weight' is on axis 'cp'"),
-    "a convolution": (Convolves(), {}, "aten.conv1d.default needs the whole sequence, and each rank of axis 'cp'"),
 }  # fmt: skip
 
 

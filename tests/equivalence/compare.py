@@ -39,9 +39,12 @@ class Case:
     model: str
     mesh: str
     float64: bool = True
+    length: int | None = None
+    """Sequences of this length, which the mesh need not divide."""
 
     def __str__(self) -> str:
-        return f"{self.model} on {self.mesh}, {'float64' if self.float64 else 'float32'}"
+        length = "" if self.length is None else f", {self.length} tokens"
+        return f"{self.model} on {self.mesh}, {'float64' if self.float64 else 'float32'}{length}"
 
 
 @dataclass
@@ -84,6 +87,8 @@ def distance(a: Tensor, b: Tensor, least: float) -> float:
 
 def make(case: Case) -> tuple[nn.Module, Batch]:
     model, batch = MODELS[case.model](SAMPLES)
+    if case.length is not None:
+        batch = {k: v[:, : case.length].contiguous() for k, v in batch.items()}
     if case.float64:
         model = model.double()
         batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
@@ -93,16 +98,17 @@ def make(case: Case) -> tuple[nn.Module, Batch]:
 def prepare(case: Case, folder: Path) -> Path:
     """Compile the case, and train on one device in float64 (and in the case's dtype); all goes to `folder`."""
     model, batch = make(case)
-    nd.compile(model, case.mesh, batch, float64=case.float64).save(folder / "program.py")
-    torch.save(on_one_device(case.model, case.float64), folder / "steps.pt")
+    padded = case.length is not None
+    nd.compile(model, case.mesh, batch, float64=case.float64, pad_inputs=padded).save(folder / "program.py")
+    torch.save(on_one_device(case.model, case.float64, case.length), folder / "steps.pt")
     torch.save(case, folder / "case.pt")
     return folder
 
 
 @lru_cache(maxsize=4)
-def on_one_device(name: str, float64: bool) -> list[list[Step]]:
+def on_one_device(name: str, float64: bool, length: int | None = None) -> list[list[Step]]:
     """The steps of one device in float64, and in float32 if that is asked for: the same for every mesh."""
-    case = Case(name, "", float64)
+    case = Case(name, "", float64, length)
     model, batch = make(replace(case, float64=True))
     program = nd.compile(model, "", batch, float64=True)
     steps = [train(program.one_device(model), model, batch, EPS[float64])]

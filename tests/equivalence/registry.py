@@ -9,10 +9,12 @@ from collections.abc import Callable
 from torch import nn
 
 from ndcompile.mesh import KINDS
-from tests.equivalence import hf, masks, torch_nn, zoo
+from tests.equivalence import along, hf, masks, torch_nn, zoo
 from tests.equivalence.zoo import Batch
 
-MODELS: dict[str, Callable[[int], tuple[nn.Module, Batch]]] = zoo.ALL | hf.MODELS | torch_nn.TORCH_NN | masks.MASKED
+MODELS: dict[str, Callable[[int], tuple[nn.Module, Batch]]] = (
+    zoo.ALL | hf.MODELS | torch_nn.TORCH_NN | masks.MASKED | along.ALONG
+)
 """By name: what makes a model with seeded weights, and a batch of so many samples."""
 
 WORLDS = (2, 4, 8)

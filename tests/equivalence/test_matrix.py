@@ -109,10 +109,11 @@ WIDER = {
 
 
 SEQUENCES = {
-    2: [Case("GPT-2", "cp=2"), Case("T5", "cp=2"), Case("Mistral, packed", "cp=2")],
-    4: [Case("Qwen3", "cp=2, tp=2")],
-}
-"""A sharded sequence: flat matrices, dense masks and keys of another length, named masks, beside `tp`.
+    2: [Case(model, "cp=2") for model in ("GPT-2", "T5", "Mistral, packed", "windows, both ways")],
+    4: [Case("Qwen3", "cp=2, tp=2"), Case("windows, causal", "dp_shard=2, cp=2"), Case("windows, padded", "cp=4"),
+        Case("windows, causal", "cp=2, tp=2"), Case("Mixtral, balanced, padded", "dp_shard=2, cp=2")],
+}  # fmt: skip
+"""A sharded sequence: flat matrices, dense masks and keys of another length, named masks, windows, experts.
 
 All of them on all meshes are in the table of `models`.
 """
@@ -122,6 +123,21 @@ All of them on all meshes are in the table of `models`.
 @pytest.mark.parametrize("world_size", SEQUENCES)
 def test_sharded_sequences_equal_one_device(world_size: int, tmp_path: Path) -> None:
     check(world_size, SEQUENCES[world_size], tmp_path)
+
+
+PADDED = {
+    2: [Case(model, "cp=2", length=5) for model in ("Llama, packed", "BERT, padded")]
+    + [Case("llama", "tp=2", length=7)],
+    4: [Case("GPT-2", "cp=4", length=5), Case("windows, causal", "cp=4", length=5),
+        Case("llama", "cp=2, tp=2", length=5), Case("BERT, padded", "dp_shard=2, cp=2", length=6)],
+}  # fmt: skip
+"""Lengths that the mesh does not divide, with `pad_inputs`; one device has the sequences as they are."""
+
+
+@pytest.mark.equivalence
+@pytest.mark.parametrize("world_size", PADDED)
+def test_lengths_that_do_not_divide_equal_one_device(world_size: int, tmp_path: Path) -> None:
+    check(world_size, PADDED[world_size], tmp_path)
 
 
 @pytest.mark.equivalence

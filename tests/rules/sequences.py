@@ -16,6 +16,8 @@ from tests.rules.parts import SYMBOLS
 from tests.rules.tries import Try
 
 BATCH = Size(2, ("b",))
+ACROSS = frozenset({"runtime.convolve", "runtime.running_sum"})
+"""Ops that communicate: tests/runtime/test_borders.py tries those."""
 
 
 class HeadTail(Arithmetic):
@@ -39,7 +41,8 @@ def hold(tried: Try, ranks: int) -> int:
 def sequence_rows(trial: Trial, op: str, ranks: int) -> list[Row]:
     bound = trial.signature
     offered = rows(bound, ranks, grads=trial.flows, batch=BATCH)
-    return [r for r in offered if r.factor and op not in COUNTING | RANGES and _divides(bound.sizes[r.factor], ranks)]
+    elsewhere = COUNTING | RANGES | ACROSS
+    return [r for r in offered if r.factor and op not in elsewhere and _divides(bound.sizes[r.factor], ranks)]
 
 
 def _divides(size: Size, ranks: int) -> bool:

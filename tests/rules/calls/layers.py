@@ -98,6 +98,19 @@ def convolution(draw: Draw, op: str, space: int) -> Case:
     return case(op, source, f(out, each, *window), bias, stride, padding, [1] * space, groups)
 
 
+def convolve(draw: Draw, op: str) -> Case:
+    groups, window = draw(st.sampled_from([1, 1, 2])), draw(st.integers(1, 3))
+    each, out, dilation = draw(st.integers(1, 2)), groups * draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    source = f(number(draw, 1), groups * each, draw(st.integers(1, 6)))
+    bias = f(out) if draw(BOOL) else None
+    return case(op, source, f(out, each, window), bias, draw(st.integers(0, dilation * (window - 1))), dilation, groups)
+
+
+def running_sum(draw: Draw, op: str) -> Case:
+    shape = numbers(draw, 1, 3, low=1)
+    return case(op, f(*shape), draw(st.integers(0, len(shape) - 1)))
+
+
 def pooled(draw: Draw, op: str, space: int) -> Case:
     lead = sizes(draw, 1, 2, low=1, high=6)
     inner = [draw(st.integers(2, 5)) for _ in range(space)]
@@ -266,6 +279,8 @@ CALLS: Calls = {
     **calls("group_norm.default", by_group),
     **calls("runtime.batch_norm", batch_norm),
     **calls("runtime.moving_average", moving_average),
+    **calls("runtime.convolve", convolve),
+    **calls("runtime.running_sum", running_sum),
     **calls("runtime.lstm", recurrent, 4, 2),
     **calls("runtime.gru", recurrent, 3, 1),
     **calls("runtime.rnn_tanh runtime.rnn_relu", recurrent, 1, 1),

@@ -1,0 +1,28 @@
+"""What the lengths of sequences must divide by, as the layouts of a graph's values say."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ndcompile.axes import KINDS, parts
+from ndcompile.mesh import MeshSpec
+
+
+def multiples(graph: fx.GraphModule, mesh: MeshSpec) -> dict[str, dict[str, int]]:
+    """For each symbol the axes that cut it, those that shard it somewhere and all on one dim, and into how many parts.
+
+    Reads `layout`.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for node in graph.graph.nodes:
+        if "layout" not in node.meta or node.meta["layout"] is None:
+            continue
+        for dim, axes in enumerate(node.meta["layout"].dims):
+            here = [a for a in axes if not KINDS[mesh[a].kind].shards_batch]
+            kinds = list(dict.fromkeys(mesh[a].kind for a in here))
+            for symbol in set(node.meta["shape"][dim].symbols) - {"b"} if kinds else ():
+                for over in {" × ".join(kinds), kinds[0]}:
+                    ranks = mesh.size(*(a for a in here if mesh[a].kind in over.split(" × ")))
+                    least = found.setdefault(symbol, {}).get(over, 1)
+                    found[symbol][over] = max(parts(over, ranks), least)
+    return found
