@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
 
+from ndcompile.checkpoints import Checkpoints
+
 _LIBRARY = torch.library.Library("ndcompile", "DEF")
 _TRACED: list[list[Tensor]] = []
 """The results of each body of the latest trace: what `again` looks like."""
@@ -96,6 +98,7 @@ class Borders:
         self.blocks, self.once = blocks, once
         self.paths = {id(vars(module)): path for path, module in blocks.items()}
         self.describe = _Describer(model)
+        self.checkpoints = Checkpoints()
         self.bodies: list[_Body] = []
         self.recording: _Body | None = None
 
@@ -131,9 +134,11 @@ class Borders:
             called = self._called(leaves, spec, tensors)
             body = next((body for body in self.bodies if self._fits(body, path, called)), None)
             if body is not None:
+                self.checkpoints.again(path, body.scope.path)
                 return self._again(body, path, tensors)
             body = _Body(len(self.bodies), Scope.of(path, self.blocks[path]), called)
-            return self._traced(body, tensors, lambda: forward(module, *args, **kwargs))
+            with self.checkpoints.block(path):
+                return self._traced(body, tensors, lambda: forward(module, *args, **kwargs))
 
         return call
 

@@ -24,6 +24,7 @@ from ndcompile.functional import make_functional, mark_views
 from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
 from ndcompile.literals import write_literals
 from ndcompile.regions import inline_regions
+from ndcompile.remat import Kept, Remat, Reshard, read_kept
 from ndcompile.twin import WhereInputsAre, cast_parameters, name_keywords, on_meta, refuse_hooks
 
 BATCH, SEQUENCE = sympy.Symbol("b", positive=True, integer=True), sympy.Symbol("s", positive=True, integer=True)
@@ -40,6 +41,8 @@ class Captured:
     """Inputs that are no tensors: the program is made for these values."""
     output_spec: pytree.TreeSpec
     training: bool
+    kept: Kept
+    """What the user, or else the model, asks to be recomputed in backward."""
 
 
 def capture(
@@ -51,6 +54,8 @@ def capture(
     dynamic_dims: DynamicDims | None = None,
     autocast: Autocast | None = None,
     pinned: Mapping[str, str] | None = None,
+    remat: Remat = None,
+    reshard: Reshard = True,
 ) -> Captured:
     """Trace the model in its present mode on meta tensors; the model is left as it is.
 
@@ -69,10 +74,11 @@ def capture(
     symbols = name_dims(named, dynamic_dims)
     traced = dict(traced_inputs(named, symbols, torch.float64 if float64 else None))
     given = _Given(example, named, symbols, traced)
+    asked = _Asked(autocast, pinned or {}, remat, reshard)
     try:
-        exported, names = _traced(model, twin, constants, autocast, pinned or {}, given, once=True)
+        exported, names, kept = _traced(model, twin, constants, asked, given, once=True)
     except NotFollowed:
-        exported, names = _traced(model, twin, constants, autocast, pinned or {}, given, once=False)
+        exported, names, kept = _traced(model, twin, constants, asked, given, once=False)
     graph = exported.graph_module
     count_places(graph)
     _refuse_values(graph)
@@ -84,7 +90,7 @@ def capture(
     spec = exported.call_spec.out_spec
     assert spec is not None, "export returns the structure of its outputs"
     plain = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
-    return Captured(graph, names, plain, spec, model.training)
+    return Captured(graph, names, plain, spec, model.training, kept)
 
 
 @dataclass(frozen=True)
@@ -97,26 +103,39 @@ class _Given:
     traced: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """Options that hold for blocks, and so tell them apart."""
+
+    autocast: Autocast | None
+    pinned: Mapping[str, str]
+    remat: Remat
+    reshard: Reshard
+
+    def kept(self, borders: Borders) -> Kept:
+        """Raises `CompileError` where the model checkpoints what is no block, and no option takes its place."""
+        if self.remat is None and borders.checkpoints.refused:
+            raise borders.checkpoints.refused
+        return read_kept(self.remat, self.reshard, borders.blocks, borders.checkpoints.blocks)
+
+
 def _traced(
-    model: nn.Module,
-    twin: nn.Module,
-    constants: Mapping[int, Tensor],
-    autocast: Autocast | None,
-    pinned: Mapping[str, str],
-    given: _Given,
-    once: bool,
-) -> tuple[torch.export.ExportedProgram, tuple[str, ...]]:
-    """The graph with labelled placeholders, in which runs of equal blocks are folded; and the tensor inputs' names."""
-    exported = _export(twin, given, Borders(twin, blocks_of(twin), once))
+    model: nn.Module, twin: nn.Module, constants: Mapping[int, Tensor], asked: _Asked, given: _Given, once: bool
+) -> tuple[torch.export.ExportedProgram, tuple[str, ...], Kept]:
+    """The graph with labelled placeholders, in which runs of equal blocks are folded; the tensor inputs' names; what is
+    recomputed."""
+    borders = Borders(twin, blocks_of(twin), once)
+    exported = _export(twin, given, borders)
+    kept = asked.kept(borders)
     graph = exported.graph_module
     _know_users(graph)
     names = _label_placeholders(exported, model, list(given.named), constants)
     write_literals(graph)
-    inline_regions(graph, autocast)
+    inline_regions(graph, asked.autocast)
     plain = all(node.meta["autocast"] is None for node in graph.graph.nodes)  # casts may differ between rounds
     mark_views(graph)
-    fold(graph, model, pinned, drop=plain)
-    return exported, names
+    fold(graph, model, {**asked.pinned, **kept.marks()}, drop=plain)
+    return exported, names, kept
 
 
 def _export(model: nn.Module, given: _Given, borders: Borders) -> torch.export.ExportedProgram:
@@ -133,7 +152,8 @@ def _export(model: nn.Module, given: _Given, borders: Borders) -> torch.export.E
     bound.arguments.update(pytree.tree_unflatten(list(given.traced.values()), spec))
     try:
         plain = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
-        with plain[0], plain[1], WhereInputsAre(), borders.marked():
+        seen = borders.checkpoints
+        with plain[0], plain[1], WhereInputsAre(seen.op), borders.marked(), seen.seen():
             return torch.export.export(model, bound.args, bound.kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # whatever stops the tracer is an error of the model's, told as one
         raise _not_captured(model, error) from error

@@ -27,6 +27,7 @@ from ndcompile.passes.localize_sizes import localize_sizes
 from ndcompile.passes.lower_losses import lower_losses
 from ndcompile.passes.lower_recurrent import lower_recurrent
 from ndcompile.passes.mark_blocks import mark_blocks
+from ndcompile.passes.mark_recomputed import mark_recomputed
 from ndcompile.passes.measure_values import measure_values
 from ndcompile.passes.propagate_layouts import propagate_layouts
 from ndcompile.passes.recognise_experts import recognise_experts
@@ -36,6 +37,7 @@ from ndcompile.passes.share_keys import share_keys
 from ndcompile.passes.split_axes import split_axes
 from ndcompile.pins import Pins
 from ndcompile.precision import Precision
+from ndcompile.remat import Kept
 from ndcompile.rules.registry import signature
 
 Check = Callable[[fx.GraphModule, MeshSpec], None]
@@ -57,6 +59,7 @@ class Job:
     local_outputs: bool = False
     all_pins_match: bool = True
     cp_attention: str | None = None
+    kept: Kept = field(default_factory=lambda: Kept({}))
     reference: fx.GraphModule | None = None
     emitted: Emitted | None = None
     problems: dict[str, Problem] = field(default_factory=dict)
@@ -128,6 +131,7 @@ PIPELINE: tuple[Step, ...] = (
         ),
     ),
     Step("choose_attention", lambda job: choose_attention(job.graph, job.mesh, job.cp_attention)),
+    Step("mark_recomputed", lambda job: mark_recomputed(job.graph, job.kept)),
     Step("codegen", _emit),
 )
 

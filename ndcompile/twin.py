@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -113,11 +113,17 @@ class WhereInputsAre(TorchFunctionMode):
     """Tensors that a model makes without saying a device are made where its inputs are: while traced, on meta.
 
     Those that it makes of values are made with them, and then moved: the values stay in the graph, as a constant.
+    `called` is told of every function.
     """
+
+    def __init__(self, called: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._called = called
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self._called(function)
         kwargs = kwargs or {}
         device = kwargs.get("device")
         if function in VALUED and not (args and isinstance(args[0], Tensor)):

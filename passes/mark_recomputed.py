@@ -1,0 +1,54 @@
+"""Say of each block what backward recomputes, and of each segment whether its gathered weights stay until then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from ndcompile.errors import CompileError
+from ndcompile.remat import Kept
+from ndcompile.rules.registry import op_name
+
+MADE_BY: Mapping[str, tuple[str, ...]] = {
+    "linear": ("aten.linear", "aten.mm", "aten.addmm", "runtime.grouped_linear"),
+    "matmul": ("aten.matmul", "aten.bmm", "aten.baddbmm", "aten.einsum"),
+    "convolution": ("aten.conv", "aten.convolution"),
+    "attention": (
+        "aten.scaled_dot_product_attention", "runtime.attention", "runtime.attention_with_dropout",
+        "runtime.context_attention",
+    ),
+}  # fmt: skip
+"""Names that results are saved under, and the ops of a graph that make such. Collectives are told by conversions."""
+
+
+def mark_recomputed(graph: fx.GraphModule, kept: Kept) -> fx.GraphModule:
+    """Set `saved` on the nodes of blocks that backward recomputes (the names of the results that it need not), and
+    `gathered` on those of segments whose gathered weights stay.
+
+    Reads `segment` and `block`. Raises `CompileError` where none of the blocks has a result of some name.
+    """
+    made: dict[str, bool] = {}
+    for node in graph.graph.nodes:
+        block = node.meta.get("block")
+        if node.op != "call_function" or block is None:
+            continue
+        node.meta["saved"], node.meta["gathered"] = kept.saved.get(block), block in kept.gathered
+        for name in node.meta["saved"] or ():
+            made[name] = made.get(name, False) or _makes(node, name)
+    if missing := [name for name, found in made.items() if not found]:
+        raise CompileError(
+            f"remat saves '{missing[0]}', but no recomputed block has such a result",
+            why="saved results are told by the ops that make them",
+            tries=f"remat without '{missing[0]}'",
+        )
+    return graph
+
+
+def _makes(node: fx.Node, name: str) -> bool:
+    if "move" in node.meta:
+        return name in (node.meta["move"].conversion.forward, node.meta["move"].conversion.backward)
+    if node.meta.get("how"):
+        return name in ("attention", "all_gather", "all_to_all")
+    base = op_name(node.target).removeprefix("aten._")
+    return any(base == made or base.startswith((made + ".", made + "_")) for made in MADE_BY.get(name, ()))
