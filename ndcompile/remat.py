@@ -47,7 +47,7 @@ def read_kept(remat: Remat, reshard: Reshard, blocks: Collection[str], checkpoin
         saved: dict[str, Saved] = dict.fromkeys(checkpointed, ())
     else:
         given = remat if isinstance(remat, Mapping) else {"*": remat}
-        saved = {b: _saved(p) for pattern, p in given.items() for b in _matching(pattern, blocks, "remat", p == "none")}
+        saved = {b: saved_by(p) for pattern, p in given.items() for b in _matching(pattern, blocks, "remat", p == "none")}
     places = [*blocks, ROOT]
     shards = reshard if isinstance(reshard, Mapping) else {"*": reshard}
     kept: dict[str, bool] = {}
@@ -65,8 +65,8 @@ def read_kept(remat: Remat, reshard: Reshard, blocks: Collection[str], checkpoin
     )
 
 
-def _saved(policy: object) -> Saved:
-    """What a policy saves, in the order of the table."""
+def saved_by(policy: object) -> Saved:
+    """What a policy saves, in the order of the table. Raises `CompileError` for another name."""
     if policy == "none":
         return None
     if policy == "block":
