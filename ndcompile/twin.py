@@ -29,7 +29,13 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+    after = [hook for hook in module._forward_hooks.values() if not _only_asks_for_gradients(hook)]
+    return any((after, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
+def _only_asks_for_gradients(hook: Any) -> bool:
+    """What `gradient_checkpointing_enable` of transformers puts on embeddings, for checkpoints that are reentrant."""
+    return f"{hook.__module__}.{getattr(hook, '__name__', '')}" == "transformers.modeling_utils.make_inputs_require_grads"
 
 
 def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
