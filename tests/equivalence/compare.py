@@ -39,9 +39,12 @@ class Case:
     model: str
     mesh: str
     float64: bool = True
+    remat: str | tuple[str, ...] | None = None
+    reshard: bool = True
 
     def __str__(self) -> str:
-        return f"{self.model} on {self.mesh}, {'float64' if self.float64 else 'float32'}"
+        how = ["" if self.remat is None else f", remat={self.remat}", "" if self.reshard else ", weights kept"]
+        return f"{self.model} on {self.mesh}, {'float64' if self.float64 else 'float32'}{''.join(how)}"
 
 
 @dataclass
@@ -93,7 +96,8 @@ def make(case: Case) -> tuple[nn.Module, Batch]:
 def prepare(case: Case, folder: Path) -> Path:
     """Compile the case, and train on one device in float64 (and in the case's dtype); all goes to `folder`."""
     model, batch = make(case)
-    nd.compile(model, case.mesh, batch, float64=case.float64).save(folder / "program.py")
+    options: dict[str, Any] = dict(remat=case.remat, reshard_after_forward=case.reshard)
+    nd.compile(model, case.mesh, batch, float64=case.float64, **options).save(folder / "program.py")
     torch.save(on_one_device(case.model, case.float64), folder / "steps.pt")
     torch.save(case, folder / "case.pt")
     return folder

@@ -60,11 +60,6 @@ def memory(
     `sizes` are those of the symbols, by default the nominal ones: `b` of a data-parallel rank's batch, `s` of the whole
     sequence. `remat` and `reshard_after_forward` ask about another choice than the program's, for all blocks alike.
 
-    >>> from torch import nn
-    >>> import ndcompile as nd
-    >>> program = nd.compile(nn.Linear(4, 6), "dp_shard=2", torch.randn(2, 4))
-    >>> nd.memory(program, {"b": 8}).optimizer  # two float32 tensors of 3 × 4, and two of 3: 512 bytes each at least
-    2048
     """
     text = _text(program, remat, reshard_after_forward)
     ledger, manifest = Ledger(), program.manifest
