@@ -108,6 +108,6 @@ def _caller() -> str | None:
     """The line of the model that is being traced."""
     here = Path(__file__).parent
     for frame in reversed(traceback.extract_stack()):
-        if "/torch/" not in frame.filename and not frame.filename.startswith(str(here)) and "contextlib" not in frame.filename:
+        if not any(part in frame.filename for part in ("/torch/", "contextlib", str(here))):
             return f"{Path(frame.filename).name}:{frame.lineno}   {frame.line or ''}"
     return None

@@ -22,7 +22,8 @@ from ndcompile.codegen.emit import emit
 from ndcompile.cost import NOMINAL
 from ndcompile.errors import CompileError
 from ndcompile.ledger import Ledger, rounded
-from ndcompile.passes.mark_recomputed import mark_recomputed
+from ndcompile.listing import amount
+from ndcompile.passes.mark_recomputed import made_in, mark_recomputed
 from ndcompile.pipeline import copied
 from ndcompile.program import Program
 from ndcompile.remat import ROOT, Kept, Policy, saved_by
@@ -34,7 +35,11 @@ ADAMW = 2
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank in a training step: forward and backward as eager execution does them, and a fused AdamW."""
+    """Bytes of one rank in a training step: forward and backward as eager execution does them, and a fused AdamW.
+
+    Parts of 512 bytes are counted, as GPUs' memory is given out. What a kernel needs besides operands and results, and
+    the workspaces of libraries (cuBLAS: some 32 MiB), are not.
+    """
 
     parameters: int
     gradients: int
@@ -45,6 +50,9 @@ class Memory:
     """What forward leaves for backward, weights aside."""
     peak: int
     """The most at one time, of all these and of what lives for a moment only."""
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<12}{amount(size):>12}" for name, size in vars(self).items())
 
 
 def memory(
@@ -87,8 +95,36 @@ def memory(
         if loss is not None:
             loss.backward()
             del loss
-    gradients = sum({private.storage_id(p.grad): p.grad.untyped_storage().nbytes() for p in trained if p.grad is not None}.values())
-    return Memory(held, gradients, states, gathered.most, kept - weights, ledger.most)
+    gradients = {private.storage_id(g): rounded(g.untyped_storage().nbytes()) for g in _gradients(trained)}
+    return Memory(held, sum(gradients.values()), states, gathered.most, kept - weights, ledger.most)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What backward recomputes, whether weights are gathered again, and what a rank then needs."""
+
+    recomputed: str
+    weights: str
+    memory: Memory
+
+
+def choices(program: Program, sizes: Mapping[str, int] | None = None) -> list[Choice]:
+    """The program as it is, and what it would need with each choice for all its blocks."""
+    own = memory(program, sizes)
+    found = [Choice("as compiled", "", own)]
+    if program.names is None:
+        return found
+    saved = tuple(name for name in ("linear", "attention") if name in made_in(program.folded))
+    policies: dict[str, Policy] = {"nothing": "none"}
+    if blocks_of(program):
+        policies |= {f"all but {', '.join(saved)}": saved} if saved else {}
+        policies |= {"blocks": "block"}
+    for title, policy in policies.items():
+        for reshard in (True, False) if own.gathered else (True,):
+            weights = "" if not own.gathered else "gathered again" if reshard else "kept"
+            asked = memory(program, sizes, remat=policy, reshard_after_forward=reshard)
+            found.append(Choice(title, weights, asked))
+    return found
 
 
 def _text(program: Program, remat: Policy | None, reshard: bool | None) -> str:
@@ -113,9 +149,10 @@ def blocks_of(program: Program) -> list[str]:
 def _given(program: Program, sizes: Mapping[str, int], rank: int) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Buffers and constants, and a rank's part of each input, without memory."""
     nodes = {n.meta["name"]: n for n in program.folded.graph.find_nodes(op="placeholder")}
-    buffers = {n: _empty(node, node.meta["sizes"]) for n, node in nodes.items() if node.meta["role"] in ("buffer", "constant")}
+    held = [node for node in nodes.values() if node.meta["role"] in ("buffer", "constant")]
+    buffers = {node.meta["name"]: _empty(node, node.meta["sizes"]) for node in held}
     known = _sizes(program, sizes)
-    inputs = [_empty(nodes[name], _local(nodes[name], known, program)) for name in program.manifest.inputs]
+    inputs = [_empty(nodes[name], _local(nodes[name], known)) for name in program.manifest.inputs]
     if program.manifest.random:
         inputs.append(torch.empty((), dtype=torch.int64, device="meta"))
     return buffers, inputs
@@ -138,7 +175,7 @@ def _sizes(program: Program, given: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def _local(node: fx.Node, sizes: Mapping[str, int], program: Program) -> list[int]:
+def _local(node: fx.Node, sizes: Mapping[str, int]) -> list[int]:
     """An input's shape on a rank, where `b` is a rank's batch."""
     known = {symbol: sizes[str(symbol)] for d in node.meta["sizes"] for symbol in sympy.sympify(d).free_symbols}
     return [int(sympy.sympify(d).subs(known)) for d in node.meta["sizes"]]
@@ -154,6 +191,10 @@ def _loss(results: Sequence[Any]) -> Tensor | None:
     scalars = [y for y in flowing if y.dim() == 0]
     sums = scalars[:1] or [y.sum() for y in flowing]
     return sum(sums[1:], sums[0]) if sums else None
+
+
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 class _Gathered:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-import ndcompile
 from ndcompile.choose import Problem
 from ndcompile.codegen.emit import Emitted, Names
 from ndcompile.dense import DenseMask, dense_masks
@@ -129,7 +128,8 @@ class Program:
         batch, `s` of the whole sequence. `remat` and `reshard_after_forward` ask about another choice than the
         program's, for all blocks alike.
 
-        >>> program = ndcompile.compile(torch.nn.Linear(4, 6), "dp_shard=2", torch.randn(2, 4))
+        >>> import ndcompile as nd
+        >>> program = nd.compile(torch.nn.Linear(4, 6), "dp_shard=2", torch.randn(2, 4))
         >>> program.memory({"b": 8}).optimizer  # twice 3 × 4 and twice 3 numbers; each has at least 512 bytes
         2048
         """

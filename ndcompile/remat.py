@@ -47,7 +47,9 @@ def read_kept(remat: Remat, reshard: Reshard, blocks: Collection[str], checkpoin
         saved: dict[str, Saved] = dict.fromkeys(checkpointed, ())
     else:
         given = remat if isinstance(remat, Mapping) else {"*": remat}
-        saved = {b: saved_by(p) for pattern, p in given.items() for b in _matching(pattern, blocks, "remat", p == "none")}
+        saved = {}
+        for pattern, policy in given.items():
+            saved |= dict.fromkeys(_matching(pattern, blocks, "remat", policy == "none"), saved_by(policy))
     places = [*blocks, ROOT]
     shards = reshard if isinstance(reshard, Mapping) else {"*": reshard}
     kept: dict[str, bool] = {}
@@ -74,11 +76,11 @@ def saved_by(policy: object) -> Saved:
     names = policy if isinstance(policy, Sequence) and not isinstance(policy, str) else (policy,)
     for name in names:
         if name not in SAVABLE:
-            close = difflib.get_close_matches(str(name), SAVABLE, n=1)
+            close = [f"'{known}' for {name!r}" for known in difflib.get_close_matches(str(name), SAVABLE, n=1)]
             raise CompileError(
                 f"remat={policy!r} is no option",
                 why=f"{name!r} is not what a result is saved under: {', '.join(SAVABLE)}",
-                tries=(*(f"'{c}' for {name!r}" for c in close), "'none', 'block', or names such as ('linear', 'attention')"),
+                tries=(*close, "'none', 'block', or names such as ('linear', 'attention')"),
             )
     return tuple(name for name in SAVABLE if name in names)
 

@@ -35,7 +35,8 @@ def has_hooks(module: nn.Module) -> bool:
 
 def _only_asks_for_gradients(hook: Any) -> bool:
     """What `gradient_checkpointing_enable` of transformers puts on embeddings, for checkpoints that are reentrant."""
-    return f"{hook.__module__}.{getattr(hook, '__name__', '')}" == "transformers.modeling_utils.make_inputs_require_grads"
+    name = f"{hook.__module__}.{getattr(hook, '__name__', '')}"
+    return name == "transformers.modeling_utils.make_inputs_require_grads"
 
 
 def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:

@@ -9,6 +9,7 @@ from torch import fx
 from ndcompile.errors import CompileError
 from ndcompile.remat import Kept
 from ndcompile.rules.registry import op_name
+from ndcompile.runtime.remat import SAVABLE
 
 MADE_BY: Mapping[str, tuple[str, ...]] = {
     "linear": ("aten.linear", "aten.mm", "aten.addmm", "runtime.grouped_linear"),
@@ -28,21 +29,25 @@ def mark_recomputed(graph: fx.GraphModule, kept: Kept) -> fx.GraphModule:
 
     Reads `segment` and `block`. Raises `CompileError` where none of the blocks has a result of some name.
     """
-    made: dict[str, bool] = {}
     for node in graph.graph.nodes:
         block = node.meta.get("block")
-        if node.op != "call_function" or block is None:
-            continue
-        node.meta["saved"], node.meta["gathered"] = kept.saved.get(block), block in kept.gathered
-        for name in node.meta["saved"] or ():
-            made[name] = made.get(name, False) or _makes(node, name)
-    if missing := [name for name, found in made.items() if not found]:
+        if node.op == "call_function" and block is not None:
+            node.meta["saved"], node.meta["gathered"] = kept.saved.get(block), block in kept.gathered
+    wanted = dict.fromkeys(name for names in kept.saved.values() for name in names)
+    if missing := [name for name in wanted if name not in made_in(graph, frozenset(kept.saved))]:
         raise CompileError(
             f"remat saves '{missing[0]}', but no recomputed block has such a result",
             why="saved results are told by the ops that make them",
             tries=f"remat without '{missing[0]}'",
         )
     return graph
+
+
+def made_in(graph: fx.GraphModule, blocks: frozenset[str] | None = None) -> set[str]:
+    """The names under which results of blocks (of these, or of all) may be saved."""
+    ops = [n for n in graph.graph.nodes if n.op == "call_function" and n.meta.get("block")]
+    inside = [n for n in ops if blocks is None or n.meta["block"] in blocks]
+    return {name for name in SAVABLE if any(_makes(node, name) for node in inside)}
 
 
 def _makes(node: fx.Node, name: str) -> bool:
