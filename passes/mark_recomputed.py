@@ -52,8 +52,8 @@ def made_in(graph: fx.GraphModule, blocks: frozenset[str] | None = None) -> set[
 
 def _makes(node: fx.Node, name: str) -> bool:
     if "move" in node.meta:
-        return name in (node.meta["move"].conversion.forward, node.meta["move"].conversion.backward)
+        return not node.meta.get("bucket") and name == node.meta["move"].conversion.forward
     if node.meta.get("how"):
-        return name in ("attention", "all_gather", "all_to_all")
+        return name in ("attention", "all_gather" if node.meta["how"] == "gather" else "all_to_all")
     base = op_name(node.target).removeprefix("aten._")
     return any(base == made or base.startswith((made + ".", made + "_")) for made in MADE_BY.get(name, ()))
