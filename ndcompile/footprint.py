@@ -81,15 +81,17 @@ def memory(
     trained = [p for p in parameters.values() if p.requires_grad]
     buffers, inputs = _given(program, sizes or {}, rank)
     root = execute(text, manifest, Mesh(program.mesh, rank), parameters, buffers)
-    gathered = _Gathered.watching(root)
     held = sum(ledger.add(p) for p in parameters.values())
     states = ADAMW * sum(rounded(p.untyped_storage().nbytes()) for p in trained)
     ledger.hold(states)
     for tensor in (*buffers.values(), *inputs):
         ledger.add(tensor)
     before = ledger.now
+    with torch.no_grad(), on_gpu():
+        root(*inputs)  # the first call learns what later ones gather ahead
+    gathered = _Gathered.watching(root)
     with ledger.counting(), on_gpu():
-        loss = _loss(root.forward(*inputs))
+        loss = _loss(root(*inputs))
         kept = ledger.now - before
         weights = gathered.alive()
         if loss is not None:
