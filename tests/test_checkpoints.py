@@ -79,7 +79,7 @@ class Part(Residual):
 
 
 class OfInside(Stack):
-    kind = Inside
+    kind: type[nn.Module] = Inside
 
     def __init__(self, depth: int) -> None:
         super().__init__(depth)

@@ -49,8 +49,11 @@ def gpt2() -> tuple[nn.Module, dict[str, Tensor], dict[str, int]]:
 def vit() -> tuple[nn.Module, dict[str, Tensor], dict[str, int]]:
     from transformers import ViTConfig, ViTForImageClassification
 
-    sizes: dict[str, Any] = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128)
-    config = ViTConfig(image_size=32, patch_size=4, num_labels=16, hidden_dropout_prob=0.0, **sizes)
+    sizes: dict[str, Any] = dict(
+        image_size=32, patch_size=4, num_labels=16, hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
+        intermediate_size=128, hidden_dropout_prob=0.0,
+    )  # fmt: skip
+    config = ViTConfig(**sizes)
     images = torch.randn(4, 3, 32, 32)
     return ViTForImageClassification(config), {"pixel_values": images, "labels": torch.arange(4)}, {"b": 4}
 
@@ -113,12 +116,12 @@ def savings() -> Iterator[list[tuple[weakref.ref[Any], int, int | None]]]:
     def hooks(self: Any, pack: Any, unpack: Any) -> None:
         plain(self, lambda x: note(pack(x)), unpack)
 
-    saved_tensors_hooks.__init__ = hooks  # type: ignore[method-assign]
+    saved_tensors_hooks.__init__ = hooks  # type: ignore
     try:
         with saved_tensors_hooks(lambda x: x, lambda x: x):
             yield found
     finally:
-        saved_tensors_hooks.__init__ = plain  # type: ignore[method-assign]
+        saved_tensors_hooks.__init__ = plain  # type: ignore
 
 
 def measure(cases: list[Case]) -> list[Measured]:
