@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "literals",
         "counts",
         "remat",
-    },  # fmt: skip
+    },
     "checks": {"placement", "mesh", "size", "duties"},
     "duties": {"placement", "mesh"},
     "codegen": {"placement", "mesh", "size", "rules", "fold"},
