@@ -98,7 +98,7 @@ class Borders:
         self.blocks, self.once = blocks, once
         self.paths = {id(vars(module)): path for path, module in blocks.items()}
         self.describe = _Describer(model)
-        self.checkpoints = Checkpoints()
+        self.checkpoints = Checkpoints(bool(blocks))
         self.bodies: list[_Body] = []
         self.recording: _Body | None = None
 

@@ -29,6 +29,8 @@ class _Part:
 class Checkpoints:
     """The blocks that are checkpointed whole, from outside or from inside; and why another checkpoint is refused."""
 
+    in_blocks: bool = True
+    """Whether the model has blocks."""
     blocks: set[str] = field(default_factory=set)
     refused: CompileError | None = None
     _inside: set[str] = field(default_factory=set)
@@ -58,7 +60,7 @@ class Checkpoints:
             self._inside.add(path)
             self.blocks.add(path)
         elif part.checkpoints:
-            self._refuse(f"a part of block '{path}'", "'block'")
+            self._refuse(f"on a part of block '{path}'")
 
     def again(self, path: str, like: str) -> None:
         """A block is called of which all is known from the call of another one."""
@@ -74,15 +76,15 @@ class Checkpoints:
         with self._within(part):
             yield
         if selective:
-            self._refuse("with a policy of its own", "('linear', 'attention')")
+            self._refuse("with a policy of its own", ("linear", "attention"))
         elif self._open and self._open[-1].block and not part.blocks and not part.checkpoints:
             self._open[-1].checkpoints += 1
         elif len(part.blocks) == 1 and not part.ops and not part.checkpoints and not self._open:
             self.blocks.add(part.blocks[0])
         elif len(part.blocks) > 1:
-            self._refuse(f"{len(part.blocks)} blocks at once", "'block'")
+            self._refuse(f"on {len(part.blocks)} blocks at once")
         else:
-            self._refuse("what is not one block", "'block'")
+            self._refuse("on what is not one block")
 
     @contextmanager
     def _within(self, part: _Part) -> Iterator[None]:
@@ -92,12 +94,14 @@ class Checkpoints:
         finally:
             self._open.pop()
 
-    def _refuse(self, what: str, instead: str) -> None:
+    def _refuse(self, what: str, instead: str | tuple[str, ...] = "block") -> None:
+        place = "which takes the place of the model's own checkpoints"
+        other = f"remat={instead!r}, {place}" if self.in_blocks else "an nn.ModuleList of what is to be recomputed"
         self.refused = self.refused or CompileError(
-            f"the model calls torch.utils.checkpoint {'on ' if 'policy' not in what else ''}{what}",
+            f"the model calls torch.utils.checkpoint {what}",
             source=_caller(),
             why="backward recomputes whole blocks (children of an nn.ModuleList), by the option remat",
-            tries=f"remat={instead}, which takes the place of the model's own checkpoints",
+            tries=(other, "remat='none', to recompute nothing"),
         )
 
 

@@ -131,7 +131,42 @@ def test_another_checkpoint_is_refused_with_what_takes_its_place(kind: type[nn.M
     assert rest == [
         "  why     backward recomputes whole blocks (children of an nn.ModuleList), by the option remat",
         f"  try     remat={instead}, which takes the place of the model's own checkpoints",
+        "  try     remat='none', to recompute nothing",
     ]
+
+
+class NoBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Residual(12, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return OWN(self.layer, x)
+
+
+def test_a_model_without_blocks_is_told_to_have_some() -> None:
+    model, x = NoBlocks(), torch.zeros(4, 8, 12)
+    with pytest.raises(CompileError) as caught:
+        nd.compile(model, "tp=2", x)
+    assert str(caught.value).splitlines()[-2:] == [
+        "  try     an nn.ModuleList of what is to be recomputed",
+        "  try     remat='none', to recompute nothing",
+    ]
+    assert "recomputed" not in str(nd.compile(model, "tp=2", x, remat="none"))
+
+
+ON_FOUR = """\
+the model calls torch.utils.checkpoint on 4 blocks at once
+  why     backward recomputes whole blocks (children of an nn.ModuleList), by the option remat
+  try     remat='block', which takes the place of the model's own checkpoints
+  try     remat='none', to recompute nothing"""
+
+
+def test_the_whole_text_but_for_the_line() -> None:
+    with pytest.raises(CompileError) as caught:
+        classes(Together)
+    first, _, *rest = str(caught.value).splitlines()
+    assert "\n".join([first, *rest]) == ON_FOUR
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

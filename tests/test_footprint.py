@@ -92,7 +92,7 @@ CASES = {
 
 @dataclass
 class Measured:
-    """Bytes that a rank's autograd saves, that are there after forward, and at most; and what was said before."""
+    """Bytes that a rank's autograd saves, that forward leaves, and at most; and what was told before."""
 
     case: Case
     saved: int
@@ -175,12 +175,12 @@ def own(program: Program, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.equivalence
 @pytest.mark.parametrize("world_size", CASES)
 def test_what_is_told_is_what_a_running_rank_keeps_and_needs(world_size: int) -> None:
-    """Activations within 1 % of what autograd saves (and equal to what is there but for an attention kernel's seeds);
-    the peak within a tenth: real ranks hold gradients as DTensors, a block of them twice for a moment."""
+    """Activations within 1 % of the bytes that autograd saves; the peak within a tenth of a real step's. What is there
+    after forward is activations and those weights that stay, of which the last segment's always do.
+    """
     for found in ranks.run(world_size, measure, CASES[world_size], timeout=500)[0]:
-        weights = found.kept - found.told["activations"] if not found.case.reshard else 0
-        assert weights <= found.told["gathered"], found
-        assert abs(found.kept - weights - found.told["activations"]) <= 0.01 * found.kept, found
-        if found.case.remat != SAVED:  # what is saved by name is in a cache, and not saved by autograd
-            assert abs(found.saved - found.kept) <= 0.01 * found.kept, found
-        assert abs(found.peak - (found.told["peak"] - found.told["optimizer"])) <= 0.1 * found.peak, found
+        told, slack = found.told, 0.01 * found.kept
+        assert -slack <= found.kept - told["activations"] <= told["gathered"] + slack, found
+        if found.case.remat != SAVED:  # results that are saved by name are in a cache, and not saved by autograd
+            assert abs(found.saved - told["activations"]) <= slack, found
+        assert abs(found.peak - (told["peak"] - told["optimizer"])) <= 0.1 * found.peak, found
