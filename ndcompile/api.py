@@ -106,12 +106,13 @@ def _program(
         autocast=autocast, pinned=names, remat=asked.remat, reshard=asked.reshard,
     )  # fmt: skip
     times = {"capture": time.perf_counter() - begin}
-    lists = frozenset(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    modules = dict(model.named_modules())
+    lists = frozenset(name for name, module in modules.items() if isinstance(module, nn.ModuleList))
     title = type(model).__name__
     job = pipeline.Job(
-        captured.graph, spec, asked.precision, pins, {**names, **captured.kept.marks()}, lists, _names(model), title,
-        dict(model.named_buffers()), asked.local_outputs, not of_other_mode, asked.cp_attention, captured.kept,
-        times=times,
+        captured.graph, spec, asked.precision, pins, {**names, **captured.kept.marks()}, lists,
+        _names(model, modules), title, dict(model.named_buffers()), asked.local_outputs, not of_other_mode,
+        asked.cp_attention, captured.kept, times=times,
     )  # fmt: skip
     pipeline.run(job, folder)
     assert job.reference and job.emitted, "the pipeline has run all its steps"
@@ -208,7 +209,7 @@ def load(path: str | Path, model: nn.Module | None = None, init: str = "check") 
     return bind.bind_loaded(source, manifest, model, init, str(path))
 
 
-def _names(model: nn.Module) -> Names:
+def _names(model: nn.Module, modules: Mapping[str, nn.Module]) -> Names:
     config: Any = getattr(model, "config", None)
     numbers = config.to_dict() if hasattr(config, "to_dict") else {}
-    return Names({name: type(module).__name__ for name, module in model.named_modules()}, numbers)
+    return Names({name: type(module).__name__ for name, module in modules.items()}, numbers)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -20,23 +21,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.node import has_side_effect
+from torch.fx.traceback import preserve_node_meta, set_stack_trace
 from torch.utils import _pytree as pytree
 
+from ndcompile.blocks import (
+    CONTAINERS,
+    KINDS,
+    NOTHING,
+    PLAIN,
+    Contents,
+    Scope,
+    attributes,
+    first_names,
+    form,
+    tensors_of,
+)
 from ndcompile.checkpoints import Checkpoints
+from ndcompile.withheld import Withheld
 
 _LIBRARY = torch.library.Library("ndcompile", "DEF")
 _TRACED: list[list[Tensor]] = []
-"""The results of each body of the latest trace: what `again` looks like."""
+"""The results of each body of the latest trace: what those of a later call look like."""
 
 
 def _mark(*_: Any) -> None:
     return None
 
 
-def _like_before(values: list[Tensor], block: str, body: int) -> list[Tensor]:
+def _like_before(values: list[Tensor], places: list[int], block: str, body: int) -> list[Tensor]:
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in _TRACED[body]]
+
+
+def _like_the_one_before(values: list[Tensor], places: list[int], block: str, body: int) -> Tensor:
+    return _like_before(values, places, block, body)[0]
 
 
 def _op(signature: str, kernel: Callable[..., Any]) -> Any:
@@ -47,35 +66,29 @@ def _op(signature: str, kernel: Callable[..., Any]) -> Any:
 
 ENTER = _op("enter(Tensor[] values, str block, int body) -> ()", _mark)
 LEAVE = _op("leave(Tensor[] values, int body) -> ()", _mark)
-AGAIN = _op("again(Tensor[] values, str block, int body) -> Tensor[]", _like_before)
+AGAIN = _op("again(Tensor[] values, str block, int body) -> Tensor[]", _mark)
+"""Never run: `spell_out` writes it in place of the next two, of which the tracer makes less work."""
+_LATER = _op("later(Tensor[] values, int[] places, str block, int body) -> Tensor[]", _like_before)
+_LATER_ONE = _op("later_one(Tensor[] values, int[] places, str block, int body) -> Tensor", _like_the_one_before)
 
 
-def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The children of the model's `ModuleList`s, by path; in nested lists those of the outermost."""
-    found: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(path.startswith(block + ".") for block in found):
-            found |= {f"{path}.{name}".lstrip("."): child for name, child in module.named_children()}
-    return found
-
-
-def first_names(model: nn.Module) -> dict[str, str]:
-    """For every name of a parameter or buffer, the first one of the same tensor."""
-    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(tensor), name) for name, tensor in every}
-
-
-@dataclass
-class Scope:
-    """A block, and the paths in it of its modules, each by the identity of its attributes."""
-
-    path: str
-    modules: dict[int, str]
-
-    @classmethod
-    def of(cls, path: str, block: nn.Module) -> Scope:
-        return cls(path, {id(vars(m)): name for name, m in block.named_modules(remove_duplicate=False)})
+def spell_out(graph: fx.GraphModule) -> None:
+    """Write later calls as `again`, with all of their arguments: the tracer got those that are not the body's own."""
+    entered: dict[int, list[fx.Node]] = {}
+    for node in graph.graph.nodes:
+        if node.target is ENTER:
+            entered[node.args[2]] = node.args[0]
+        elif node.target in (_LATER, _LATER_ONE):
+            others, places, block, body = node.args
+            given = dict(enumerate(entered[body])) | dict(zip(places, others, strict=True))
+            one, node.target = node.target is _LATER_ONE, AGAIN
+            node.args = (list(given.values()), block, body)
+            if one:
+                with graph.graph.inserting_after(node):
+                    result = graph.graph.call_function(operator.getitem, (node, 0))
+                node.replace_all_uses_with(result, lambda user, result=result: user is not result)
+                result.meta = {**node.meta}
+                node.meta["val"] = [node.meta["val"]]
 
 
 @dataclass
@@ -85,6 +98,8 @@ class _Body:
     number: int
     scope: Scope
     called: Any
+    entered: list[Tensor]
+    """What it took."""
     reads: dict[tuple[Any, str], Any] = field(default_factory=dict)
     """By the path of a module in the block, or a module outside, and a name: what it held."""
     followed: bool = True
@@ -94,12 +109,16 @@ class _Body:
 class Borders:
     """The blocks of a model, by path. With `once=False` every call is traced, and only borders are marked."""
 
-    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], once: bool = True) -> None:
-        self.blocks, self.once = blocks, once
+    def __init__(
+        self, model: nn.Module, blocks: Mapping[str, nn.Module], once: bool = True, withheld: Withheld | None = None
+    ) -> None:
+        self.blocks, self.once, self.withheld = blocks, once, withheld
         self.paths = {id(vars(module)): path for path, module in blocks.items()}
         self.describe = _Describer(model)
         self.checkpoints = Checkpoints(bool(blocks))
         self.bodies: list[_Body] = []
+        self.again: set[str] = set()
+        """The blocks of which a call was not traced."""
         self.recording: _Body | None = None
 
     @contextmanager
@@ -107,17 +126,12 @@ class Borders:
         """While it holds, calls of blocks are traced as the head of this file says."""
         classes: set[Any] = {type(block) for block in self.blocks.values()}
         forwards = {cls: vars(cls).get("forward") for cls in classes}
-        written = nn.Module.__setattr__
         _TRACED.clear()
         for cls in forwards:
             setattr(cls, "forward", self._marking(cls, cls.forward))  # noqa: B010
-        nn.Module.__getattribute__ = self._reading()  # type: ignore[method-assign]
-        nn.Module.__setattr__ = self._writing(written)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            nn.Module.__setattr__ = written  # type: ignore[method-assign]
-            del nn.Module.__getattribute__
             for cls, forward in forwards.items():
                 if forward is None:
                     delattr(cls, "forward")
@@ -134,21 +148,27 @@ class Borders:
                 cls.forward = marking
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            path = self.paths.get(id(object.__getattribute__(module, "__dict__")))
+            path = self.paths.get(id(attributes(module)))
             if path is None or self.recording is not None:
                 return forward(module, *args, **kwargs)
             leaves, spec = pytree.tree_flatten((args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             called = self._called(leaves, spec, tensors)
-            body = next((body for body in self.bodies if self._fits(body, path, called)), None)
+            scope = self._scope(path)
+            body = next((body for body in self.bodies if self._fits(body, scope, called)), None)
             if body is not None:
                 self.checkpoints.again(path, body.scope.path)
                 return self._again(body, path, tensors)
-            body = _Body(len(self.bodies), Scope.of(path, self.blocks[path]), called)
+            body = _Body(len(self.bodies), scope, called, tensors)
             with self.checkpoints.block(path):
                 return self._traced(body, tensors, lambda: plain(module, *args, **kwargs))
 
         return call
+
+    def _scope(self, path: str) -> Scope:
+        """What a block holds now; one that is empty can't have got anything else since then."""
+        withheld = self.withheld.scopes.get(path) if self.withheld else None
+        return withheld or Scope.of(path, self.blocks[path])
 
     def _called(self, leaves: list[Any], spec: Any, tensors: list[Tensor]) -> Any:
         """All that a trace sees of a call; nothing is equal to None."""
@@ -161,30 +181,52 @@ class Borders:
         """An argument as a trace sees it: of a tensor its form, and which of the arguments it is."""
         if not isinstance(leaf, Tensor):
             return self.describe(leaf)
-        return (next(i for i, t in enumerate(tensors) if t is leaf), *_form(leaf))
+        return (next(i for i, t in enumerate(tensors) if t is leaf), *form(leaf))
 
     def _traced(self, body: _Body, tensors: list[Tensor], forward: Callable[[], Any]) -> Any:
+        if self.withheld and body.scope.path in self.withheld.scopes:
+            self.withheld.ask()
         self.bodies.append(body)
         ENTER(tensors, body.scope.path, body.number)
-        self.recording = body
-        try:
+        with self._written_down(body):
             result = forward()
-        finally:
-            self.recording = None
         returned, spec = pytree.tree_flatten(result)
         values = [leaf for leaf in returned if isinstance(leaf, Tensor)]
         LEAVE(values, body.number)
-        body.followed &= all(leaf is None or isinstance(leaf, (Tensor, *PLAIN)) for leaf in returned)
+        body.followed &= all(isinstance(leaf, (Tensor, *VALUES)) for leaf in returned)
         body.result = ([None if isinstance(leaf, Tensor) else (leaf,) for leaf in returned], spec)
         _TRACED.append([value.detach() for value in values])
         return result
 
     def _again(self, body: _Body, path: str, tensors: list[Tensor]) -> Any:
-        values = iter(AGAIN(tensors, path, body.number))
+        self.again.add(path)
+        with preserve_node_meta():
+            set_stack_trace([f"a call as that of {body.scope.path}"])  # torch would walk the stack, which nobody reads
+            places = [i for i, (now, then) in enumerate(zip(tensors, body.entered, strict=True)) if now is not then]
+            values = iter(self._called_later([tensors[i] for i in places], places, path, body))
         leaves, spec = body.result
         return pytree.tree_unflatten([next(values) if leaf is None else leaf[0] for leaf in leaves], spec)
 
+    def _called_later(self, others: list[Tensor], places: list[int], path: str, body: _Body) -> list[Tensor]:
+        if len(_TRACED[body.number]) == 1:
+            return [_LATER_ONE(others, places, path, body.number)]
+        return list(_LATER(others, places, path, body.number))
+
     # ---- what a trace reads of the modules -----------------------------------------------------------------------
+
+    @contextmanager
+    def _written_down(self, body: _Body) -> Iterator[None]:
+        """While it holds, reads and writes of modules are those of a block that is traced."""
+        written = nn.Module.__setattr__
+        nn.Module.__getattribute__ = self._reading()  # type: ignore[method-assign]
+        nn.Module.__setattr__ = self._writing(written)  # type: ignore[method-assign]
+        self.recording = body
+        try:
+            yield
+        finally:
+            self.recording = None
+            nn.Module.__setattr__ = written  # type: ignore[method-assign]
+            del nn.Module.__getattribute__
 
     def _reading(self) -> Callable[[Any, str], Any]:
         plain = object.__getattribute__
@@ -196,7 +238,7 @@ class Borders:
                 if (place, name) not in body.reads:
                     self.recording = None
                     try:
-                        body.reads[place, name] = self._held(module, body.scope, place, name)
+                        body.reads[place, name] = self._held(Contents.of(module), body.scope, place, name)
                     except Opaque:
                         body.reads[place, name], body.followed = None, False
                     self.recording = body
@@ -214,39 +256,38 @@ class Borders:
 
         return write
 
-    def _held(self, module: nn.Module, scope: Scope, place: Any, name: str) -> Any:
+    def _held(self, contents: Contents, scope: Scope, place: Any, name: str) -> Any:
         """What a module itself holds under a name; what its class has is the same for all of the class."""
-        held = object.__getattribute__(module, "__dict__")
-        for values in (held, *(held.get(kind, {}) for kind in KINDS)):
-            if name in values:
-                parts = (scope.path, *([place] if isinstance(place, str) else []), *([] if name in KINDS else [name]))
-                return self.describe(values[name], scope, ".".join(filter(None, parts)))
-        return "of the class, or nothing"
+        value = contents.find(name)
+        if type(value) in PLAIN or value is NOTHING:
+            return (type(value), value)
+        if type(value) in CONTAINERS and not value:
+            return (type(value),)
+        parts = (scope.path, place if isinstance(place, str) else "", "" if name in KINDS else name)
+        return self.describe(value, scope, ".".join(filter(None, parts)))
 
-    def _fits(self, body: _Body, path: str, called: Any) -> bool:
-        """Whether a call of the block at `path` would be traced to this body."""
-        block = self.blocks[path]
-        alike = type(block) is type(self.blocks[body.scope.path])
+    def _fits(self, body: _Body, scope: Scope, called: Any) -> bool:
+        """Whether a call of the block would be traced to this body."""
+        alike = scope.kind is body.scope.kind and (
+            not self.withheld or self.withheld.may_be(scope.path, body.scope.path)
+        )
         if not (self.once and body.followed and alike and called is not None and called == body.called):
             return False
-        modules: dict[Any, nn.Module] = dict(block.named_modules(remove_duplicate=False))
-        scope = Scope.of(path, block)
         try:
             for (place, name), found in body.reads.items():
-                module = modules.get(place) if isinstance(place, str) else place
-                if module is None or self._held(module, scope, place, name) != found:
+                contents = scope.contents.get(place) if isinstance(place, str) else Contents.of(place)
+                if contents is None or self._held(contents, scope, place, name) != found:
                     return False
         except Opaque:
             return False
         return True
 
 
-KINDS = ("_parameters", "_buffers", "_modules")
+VALUES = (*PLAIN, torch.Size)
 TRACER = (nn.Module.__getattr__.__code__.co_filename, str(Path(torch.fx.__file__).parent))
-PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-NOWHERE = Scope("", {})
+NOWHERE = Scope("", {}, {})
 
 
 def _by_the_tracer(frame: types.FrameType) -> bool:
@@ -258,28 +299,36 @@ class _Describer:
     """Says of a value what a trace can see of it, so that equal descriptions give equal traces."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.first = first_names(model)
+        self.tensors = dict(tensors_of(model))
+        self.first = first_names(self.tensors)
+        self.forms = {name: form(tensor) for name, tensor in self.tensors.items()}
+        self.kinds = {name: type(tensor) for name, tensor in self.tensors.items()}
+        """Of the tensors that the tracer takes the place of with its own."""
         self.kept: list[Any] = []
 
     def __call__(self, value: Any, scope: Scope = NOWHERE, name: str = "", above: tuple[int, ...] = ()) -> Any:
         """A parameter or buffer is described by its form and its name in its block; a block's module by its class."""
-        if value is None or isinstance(value, (*PLAIN, torch.Size)):
+        if type(value) in PLAIN or isinstance(value, VALUES):
             return (type(value), value)
         if id(value) in above:
             return ("above", above.index(id(value)))
         above = (*above, id(value))
         if isinstance(value, Tensor) and name in self.first:
             first, own = self.first[name], scope.path + "."
-            return (type(value), *_form(value), first[len(own) :] if first.startswith(own) else "/" + first)
-        if isinstance(value, nn.Module) and id(object.__getattribute__(value, "__dict__")) in scope.modules:
+            shape = self.forms[name] if value is self.tensors[name] else form(value)
+            return (self.kinds[name], *shape, first[len(own) :] if first.startswith(own) else "/" + first)
+        if isinstance(value, nn.Module) and id(attributes(value)) in scope.modules:
             return type(value)
         if isinstance(value, types.MethodType):
             return (value.__func__, self(value.__self__, scope, "", above))
         if isinstance(value, (list, tuple)):
             return (type(value), *(self(v, scope, f"{name}.{i}", above) for i, v in enumerate(value)))
         if isinstance(value, dict):
-            pairs = ((self(k, scope, "", above), self(v, scope, f"{name}.{k}", above)) for k, v in value.items())
-            return (type(value), *pairs)
+            keys = [k if type(k) is str else self(k, scope, "", above) for k in value]
+            held = [
+                (type(v), v) if type(v) in PLAIN else self(v, scope, f"{name}.{k}", above) for k, v in value.items()
+            ]
+            return (type(value), tuple(keys), tuple(held))
         if isinstance(value, (set, frozenset)):
             return (type(value), frozenset(self(v, scope, "", above) for v in value))
         if isinstance(value, functools.partial):
@@ -307,11 +356,6 @@ def _made_in_python(value: Any) -> bool:
 
 
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code made
-
-
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    sizes = tuple(str(n.node.expr) if isinstance(n, torch.SymInt) else n for n in (*tensor.shape, *tensor.stride()))
-    return (sizes, tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def _modes() -> tuple[Any, ...]:

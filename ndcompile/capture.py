@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from ndcompile.autocast import Autocast, casts
-from ndcompile.borders import Borders, blocks_of, first_names
+from ndcompile.blocks import blocks_of, first_names, tensors_of
+from ndcompile.borders import Borders, spell_out
 from ndcompile.counts import COUNTS, count_places
 from ndcompile.errors import CompileError
 from ndcompile.fold import NotFollowed, fold
@@ -25,7 +27,8 @@ from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
 from ndcompile.literals import write_literals
 from ndcompile.regions import inline_regions
 from ndcompile.remat import Kept, Remat, Reshard, read_kept
-from ndcompile.twin import WhereInputsAre, cast_parameters, name_keywords, on_meta, refuse_hooks
+from ndcompile.twin import WhereInputsAre, around_forward, cast_parameters, name_keywords, on_meta, refuse_hooks
+from ndcompile.withheld import Asked, Withheld
 
 BATCH, SEQUENCE = sympy.Symbol("b", positive=True, integer=True), sympy.Symbol("s", positive=True, integer=True)
 
@@ -67,18 +70,12 @@ def capture(
     value a float64 one (tests and verify only); `autocast` is the one that capture stands under.
     """
     refuse_hooks(model)
-    twin, constants = on_meta(model)
-    if compute is not None or float64:
-        cast_parameters(twin, torch.float64 if float64 else compute)
     named = example.named(model)
     symbols = name_dims(named, dynamic_dims)
     traced = dict(traced_inputs(named, symbols, torch.float64 if float64 else None))
-    given = _Given(example, named, symbols, traced)
-    asked = _Asked(autocast, pinned or {}, remat, reshard)
-    try:
-        exported, names, kept = _traced(model, twin, constants, asked, given, once=True)
-    except NotFollowed:
-        exported, names, kept = _traced(model, twin, constants, asked, given, once=False)
+    given = _Given(example, named, symbols, traced, torch.float64 if float64 else compute)
+    options = _Options(autocast, pinned or {}, remat, reshard)
+    exported, names, kept = _in_a_way(lambda way: _traced(model, options, given, way))
     graph = exported.graph_module
     count_places(graph)
     _refuse_values(graph)
@@ -101,10 +98,35 @@ class _Given:
     named: Mapping[str, Any]
     symbols: Mapping[str, Mapping[int, str]]
     traced: Mapping[str, Any]
+    cast: torch.dtype | None
+    """What the parameters are cast to."""
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Way:
+    """How a model is traced: each distinct block once, and without the parameters of later equal ones."""
+
+    once: bool
+    withhold: bool
+
+
+WAYS = (_Way(once=True, withhold=True), _Way(once=True, withhold=False), _Way(once=False, withhold=False))
+"""From the quickest on."""
+
+
+_Traced = tuple[torch.export.ExportedProgram, tuple[str, ...], Kept]
+
+
+def _in_a_way(trace: Callable[[_Way], _Traced]) -> _Traced:
+    """The trace of the first way that the model admits."""
+    for way in WAYS[:-1]:
+        with suppress(Asked, NotFollowed):
+            return trace(way)
+    return trace(WAYS[-1])
+
+
+@dataclass(frozen=True)
+class _Options:
     """Options that hold for blocks, and so tell them apart."""
 
     autocast: Autocast | None
@@ -119,26 +141,32 @@ class _Asked:
         return read_kept(self.remat, self.reshard, borders.blocks, borders.checkpoints.blocks)
 
 
-def _traced(
-    model: nn.Module, twin: nn.Module, constants: Mapping[int, Tensor], asked: _Asked, given: _Given, once: bool
-) -> tuple[torch.export.ExportedProgram, tuple[str, ...], Kept]:
+def _traced(model: nn.Module, options: _Options, given: _Given, way: _Way) -> _Traced:
     """The graph with labelled placeholders, in which runs of equal blocks are folded; the tensor inputs' names; what is
     recomputed."""
-    borders = Borders(twin, blocks_of(twin), once)
-    exported = _export(twin, given, borders)
-    kept = asked.kept(borders)
+    twin, constants = on_meta(model)
+    if given.cast is not None:
+        cast_parameters(twin, given.cast)
+    blocks = blocks_of(twin)
+    withheld = Withheld(twin, blocks if way.withhold else {})
+    borders = Borders(twin, blocks, way.once, withheld)
+    exported = _export(twin, given, borders, withheld)
+    kept = options.kept(borders)
     graph = exported.graph_module
     _know_users(graph)
-    names = _label_placeholders(exported, model, list(given.named), constants)
+    tensors = dict(tensors_of(model))
+    first = first_names(tensors)
+    names = _label_placeholders(exported, tensors, first, list(given.named), constants)
     write_literals(graph)
-    inline_regions(graph, asked.autocast)
+    inline_regions(graph, options.autocast)
+    spell_out(graph)
     plain = all(node.meta["autocast"] is None for node in graph.graph.nodes)  # casts may differ between rounds
     mark_views(graph)
-    fold(graph, model, {**asked.pinned, **kept.marks()}, drop=plain)
+    fold(graph, model, first, {**options.pinned, **kept.marks()}, drop=plain)
     return exported, names, kept
 
 
-def _export(model: nn.Module, given: _Given, borders: Borders) -> torch.export.ExportedProgram:
+def _export(model: nn.Module, given: _Given, borders: Borders, withheld: Withheld) -> torch.export.ExportedProgram:
     """Every tensor in the place where the call has it, by the parameter of `forward` that takes it."""
     name_keywords(model, given.example.kwargs)
     bound = inspect.signature(model.forward).bind(*given.example.args, **given.example.kwargs)
@@ -150,13 +178,18 @@ def _export(model: nn.Module, given: _Given, borders: Borders) -> torch.export.E
     ]
     shapes = pytree.tree_unflatten(dims, spec)
     bound.arguments.update(pytree.tree_unflatten(list(given.traced.values()), spec))
+    plain = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
+    seen = borders.checkpoints
+    modes = around_forward(model, lambda: WhereInputsAre(seen.op)), around_forward(model, withheld.watching)
     try:
-        plain = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
-        seen = borders.checkpoints
-        with plain[0], plain[1], WhereInputsAre(seen.op), borders.marked(), seen.seen():
-            return torch.export.export(model, bound.args, bound.kwargs, dynamic_shapes=shapes, strict=False)
+        with plain[0], plain[1], modes[0], modes[1], withheld.emptied(), borders.marked(), seen.seen():
+            exported = torch.export.export(model, bound.args, bound.kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # whatever stops the tracer is an error of the model's, told as one
+        if withheld.asked:
+            raise Asked from error
         raise _not_captured(model, error) from error
+    withheld.settle(borders.again)
+    return exported
 
 
 def _not_captured(model: nn.Module, error: Exception) -> CompileError:
@@ -202,22 +235,25 @@ def _know_users(graph: fx.GraphModule) -> None:
 
 
 def _label_placeholders(
-    exported: torch.export.ExportedProgram, model: nn.Module, names: list[str], attributes: Mapping[int, Tensor]
+    exported: torch.export.ExportedProgram,
+    tensors: Mapping[str, Tensor],
+    first: Mapping[str, str],
+    names: list[str],
+    attributes: Mapping[int, Tensor],
 ) -> tuple[str, ...]:
     """Say of each placeholder what it is, and make one of the placeholders of a tied parameter or buffer."""
-    canonical = first_names(model)
-    owners = {name: p.requires_grad for name, p in model.named_parameters()}
     inputs = iter(names)
     graph, merged, found = exported.graph_module.graph, dict[str, fx.Node](), list[str]()
     for node, spec in zip(graph.find_nodes(op="placeholder"), exported.graph_signature.input_specs, strict=True):
         kind = spec.kind.name
         if kind in ("PARAMETER", "BUFFER"):
-            name = canonical[spec.target or ""]
+            name = first[spec.target or ""]
             if name in merged:
                 node.replace_all_uses_with(merged[name])
                 continue
             merged[name] = node
-            node.meta |= dict(role=kind.lower(), name=name, grad=owners.get(name, False))
+            grad = kind == "PARAMETER" and tensors[name].requires_grad
+            node.meta |= dict(role=kind.lower(), name=name, grad=grad)
         elif kind == "CONSTANT_TENSOR":
             constant = exported.constants[spec.target or ""]
             assert isinstance(constant, Tensor), f"{spec.target} is a tensor constant"

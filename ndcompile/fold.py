@@ -8,9 +8,9 @@ there is to say of a run, whatever its length: `fold` keeps the first two, `unfo
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -18,9 +18,12 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from ndcompile.borders import AGAIN, ENTER, LEAVE, first_names
+from ndcompile.blocks import block_of
+from ndcompile.borders import AGAIN, ENTER, LEAVE
 
 LONGEST = 16  # blocks and stretches in a round
+HELD = ("parameter", "buffer")
+"""Roles of the placeholders that a model's blocks own."""
 
 
 class NotFollowed(Exception):
@@ -74,24 +77,25 @@ class _Item:
     """Where a traced block is entered and left."""
 
 
-def fold(graph: fx.GraphModule, model: nn.Module, pinned: Mapping[str, str], drop: bool = True) -> fx.GraphModule:
+def fold(
+    graph: fx.GraphModule, model: nn.Module, names: Mapping[str, str], pinned: Mapping[str, str], drop: bool = True
+) -> fx.GraphModule:
     """Put the nodes of blocks in place of their marks, and keep two rounds of each run (all, if not `drop`).
 
     Nodes in blocks and in runs get `place`, and `at`, by which nodes of two rounds correspond; a parameter that stands
-    for those of later rounds gets their names as `stands_for`. `pinned` are names that the user pins, which tell blocks
-    apart. Raises `NotFollowed`.
+    for those of later rounds gets their names as `stands_for`. `names` has for each name of a parameter or buffer the
+    first one of the same tensor; `pinned` are names that the user pins, which tell blocks apart. Raises `NotFollowed`.
     """
     items = _items(graph)
-    for item in items:
-        if not _foldable(item, items, model):
-            item.key = (item.key, id(item))
+    for item in _alone(graph, items, model):
+        item.key = (item.key, id(item))
     runs = _Finder(items, pinned).runs() if drop else []
     places = _places(items, runs)
     for run in runs:
         _drop_rounds(graph, items, run)
     kept = [i for i, item in enumerate(items) if not any(run.dropped(i) for run in runs)]
     bodies: dict[int, _Item] = {}
-    names = first_names(model)
+    _give_placeholders(graph, [items[i] for i in kept], names)
     for i in kept:
         _expand(graph, items[i], bodies, names)
         for at, node in enumerate(items[i].nodes):
@@ -200,17 +204,27 @@ def frozen(value: Any, name: Callable[[fx.Node], Any]) -> Any:
 # ---- which calls are alike -----------------------------------------------------------------------------------------
 
 
-def _foldable(item: _Item, items: list[_Item], model: nn.Module) -> bool:
-    """Whether one call can stand for another: nothing else uses the block's parameters, and it updates no buffer."""
-    template = item if item.body is None else next(i for i in items if i.body == item.body)
-    own = {n for i in items if i.block == item.block for n in i.nodes}
-    if any(_updates(node, set(template.nodes)) for node in template.nodes):
-        return False
-    if item.body is None or not template.nodes:
-        return True
-    placeholders = template.nodes[0].graph.find_nodes(op="placeholder")
-    mine = [p for p in placeholders if inside(str(p.meta.get("name", "")), item.block)]
-    return all(user in own for p in mine for user in p.users) and _buffers_alike(model, template.block, item.block)
+def _alone(graph: fx.GraphModule, items: list[_Item], model: nn.Module) -> Iterator[_Item]:
+    """Items that no other one can stand for: they update a buffer, or their block's parameters are used elsewhere."""
+    traced = {item.body: item for item in items if item.marks}
+    updating = {body for body, item in traced.items() if any(_updates(n, set(item.nodes)) for n in item.nodes)}
+    shared = _used_elsewhere(graph, items)
+    for item in items:
+        if item.body is None:
+            alone = any(_updates(node, set(item.nodes)) for node in item.nodes)
+        else:
+            alone = item.body in updating or item.block in shared
+            alone |= not _buffers_alike(model, traced[item.body].block, item.block)
+        if alone:
+            yield item
+
+
+def _used_elsewhere(graph: fx.GraphModule, items: list[_Item]) -> set[str]:
+    """The blocks one of whose parameters or buffers something reads that is not in a call of the block."""
+    block = {node: item.block for item in items for node in item.nodes}
+    blocks = {item.block for item in items}
+    named = [(node, block_of(_held(node), blocks)) for node in graph.graph.find_nodes(op="placeholder")]
+    return {path for node, path in named if path and any(block.get(user) != path for user in node.users)}
 
 
 def _updates(node: fx.Node, own: set[fx.Node]) -> bool:
@@ -374,17 +388,23 @@ def inside(name: str, block: str) -> bool:
 
 
 def _steps(items: list[_Item], run: _Run) -> bool:
-    """Whether the blocks at each position are one, or follow each other in a list at even distances."""
-    for j in range(run.period):
-        paths = [items[run.item(round, j)].block for round in range(run.rounds + 1)]
-        if len(set(paths)) > 1:
-            tails = [path.rpartition(".")[2] for path in paths]
-            if not all(tail.isdigit() for tail in tails):
-                return False
-            gaps = {int(b) - int(a) for a, b in itertools.pairwise(tails)}
-            if len(gaps) > 1 or min(gaps) < 1:
-                return False
-    return True
+    """Whether the blocks at each position are one, or follow each other in a list at even distances: of the next round.
+
+    That it holds of the run's own rounds was seen before.
+    """
+    last = run.rounds
+    gaps = [[_gap(items, run, round, j) for round in (0, last - 1)] for j in range(run.period)]
+    return all(first == latest and first is not None for first, latest in gaps)
+
+
+def _gap(items: list[_Item], run: _Run, round: int, position: int) -> int | None:
+    """How far in its list the next round's block is; None where it does not follow."""
+    one, two = (items[run.item(r, position)].block for r in (round, round + 1))
+    if one == two:
+        return 0
+    before, after = (path.rpartition(".")[2] for path in (one, two))
+    gap = int(after) - int(before) if before.isdigit() and after.isdigit() else 0
+    return gap if gap > 0 else None
 
 
 def _places(items: list[_Item], runs: list[_Run]) -> dict[int, Place]:
@@ -424,6 +444,29 @@ def _output(graph: fx.GraphModule, item: _Item, number: int) -> fx.Node:
 
 
 # ---- the nodes of blocks that were not traced again ----------------------------------------------------------------
+
+
+def _give_placeholders(graph: fx.GraphModule, items: list[_Item], names: Mapping[str, str]) -> None:
+    """Make the placeholders of blocks whose parameters the tracer did not get (`withheld`), in the model's order."""
+    given = graph.graph.find_nodes(op="placeholder")
+    held = {n.meta["name"]: n for n in given if n.meta["role"] in HELD}
+    templates = {item.body: item.block for item in items if item.again is None}
+    like = dict[str, fx.Node]()
+    for item in items:
+        before = templates.get(item.body, "") if item.again is not None else ""
+        for name in (name for name in held if inside(name, before)):
+            like[names.get(item.block + name[len(before) :], name)] = held[name]
+    order = {name: i for i, name in enumerate(dict.fromkeys(names.values()))}
+    for name in sorted(like.keys() - held.keys(), key=order.__getitem__):
+        after = next(n for n in graph.graph.nodes if order.get(_held(n), len(order)) > order[name])
+        with graph.graph.inserting_before(after):
+            made = graph.graph.placeholder(like[name].name[:2] + re.sub(r"[^a-zA-Z0-9]", "_", name.lower()))
+        made.meta = like[name].meta | dict(name=name)
+
+
+def _held(node: fx.Node) -> str:
+    """The name of the parameter or buffer that a node is."""
+    return str(node.meta["name"]) if node.meta.get("role") in HELD else ""
 
 
 def _expand(graph: fx.GraphModule, item: _Item, bodies: dict[int, _Item], names: Mapping[str, str]) -> None:
@@ -472,7 +515,7 @@ def _stand_for(graph: fx.GraphModule, places: Mapping[int, Place], names: Mappin
     stood = {block for place in standing for block in place.stands_for[1:]}
     for node in list(graph.graph.find_nodes(op="placeholder")):
         name = str(node.meta.get("name", ""))
-        if node.meta.get("role") not in ("parameter", "buffer"):
+        if node.meta.get("role") not in HELD:
             continue
         place = next((p for p in standing if inside(name, p.block)), None)
         if place is not None:

@@ -56,6 +56,8 @@ def _placement(pattern: str, given: Any) -> Placement:
 
 def pinned_names(model: nn.Module, given: Mapping[str, Mapping[str, Placement]]) -> dict[str, str]:
     """Each parameter or module that a pin matches, with the pin's text."""
+    if not given:
+        return {}
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in model.named_modules()]
     return {name: str(pin) for pattern, pin in given.items() for name in fnmatch.filter(names, pattern)}

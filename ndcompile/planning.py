@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ndcompile.autocast import Autocast
 from ndcompile.axes import KINDS, parts
+from ndcompile.blocks import first_names
 from ndcompile.capture import Captured
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshSpec
@@ -81,8 +82,8 @@ def manifest(
 ) -> Manifest:
     """All that binding needs, as plain data."""
     assert job.emitted is not None, "the pipeline emits"
-    first = {id(p): name for name, p in model.named_parameters()}
-    aliases = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name}
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    aliases = {name: first for name, first in first_names(tensors).items() if first != name}
     placeholders = {n.meta["name"]: n for n in captured.graph.graph.find_nodes(op="placeholder")}
     inputs = [_input_plan(name, placeholders[name]) for name in captured.inputs]
     return Manifest(
@@ -90,7 +91,7 @@ def manifest(
         root=job.emitted.root,
         model=type(model).__name__,
         flattened=job.emitted.flattened,
-        parameters=parameter_plans(found, {n: p.requires_grad for n, p in model.named_parameters()}),
+        parameters=parameter_plans(found, {n: tensors[n].requires_grad for n in found}),
         aliases=aliases,
         buffers=[name for name, _ in model.named_buffers()],
         arguments=_arguments(model),

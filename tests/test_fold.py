@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 
 import ndcompile as nd
 from ndcompile import checks
-from ndcompile.borders import Borders, blocks_of
+from ndcompile.blocks import blocks_of
+from ndcompile.borders import Borders
 from ndcompile.mesh import MeshSpec
 from ndcompile.program import Program
 from tests.equivalence.deep import DEEP, WIDTH, Inner, Layer, Stack
