@@ -14,6 +14,7 @@ from torch import nn
 from ndcompile import bind, pipeline, planning
 from ndcompile.capture import capture
 from ndcompile.codegen.emit import Names
+from ndcompile.dtypes import one_dtype
 from ndcompile.errors import CompileError
 from ndcompile.inputs import DynamicDims, Inputs
 from ndcompile.loss import LossFn, with_loss
@@ -102,9 +103,10 @@ def _program(
     begin = time.perf_counter()
     autocast, names = planning.ambient_autocast(model), pinned_names(model, pins)
     captured = capture(
-        model, example, compute=asked.precision.compute, float64=asked.float64, dynamic_dims=asked.dynamic_dims,
+        model, example, precision=asked.precision, float64=asked.float64, dynamic_dims=asked.dynamic_dims,
         autocast=autocast, pinned=names, remat=asked.remat, reshard=asked.reshard,
     )  # fmt: skip
+    one_dtype(captured.graph)
     times = {"capture": time.perf_counter() - begin}
     modules = dict(model.named_modules())
     lists = frozenset(name for name, module in modules.items() if isinstance(module, nn.ModuleList))

@@ -25,9 +25,18 @@ from ndcompile.fold import NotFollowed, fold
 from ndcompile.functional import make_functional, mark_views
 from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
 from ndcompile.literals import write_literals
+from ndcompile.precision import Precision
 from ndcompile.regions import inline_regions
 from ndcompile.remat import Kept, Remat, Reshard, read_kept
-from ndcompile.twin import WhereInputsAre, around_forward, cast_parameters, name_keywords, on_meta, refuse_hooks
+from ndcompile.twin import (
+    WhereInputsAre,
+    around_forward,
+    cast_inputs,
+    cast_parameters,
+    name_keywords,
+    on_meta,
+    refuse_hooks,
+)
 from ndcompile.withheld import Asked, Withheld
 
 BATCH, SEQUENCE = sympy.Symbol("b", positive=True, integer=True), sympy.Symbol("s", positive=True, integer=True)
@@ -48,11 +57,14 @@ class Captured:
     """What the user, or else the model, asks to be recomputed in backward."""
 
 
+AS_WRITTEN = Precision()
+
+
 def capture(
     model: nn.Module,
     example: Inputs,
     *,
-    compute: torch.dtype | None = None,
+    precision: Precision = AS_WRITTEN,
     float64: bool = False,
     dynamic_dims: DynamicDims | None = None,
     autocast: Autocast | None = None,
@@ -66,14 +78,16 @@ def capture(
     with the pin's text, tell blocks apart.
 
     Placeholders carry `role` (parameter, buffer, constant, input) and `name`; every node carries `sizes` (sympy, in `b`
-    and `s`), `dtype`, `module`, `source`. `compute` casts parameters before tracing; `float64` makes every floating
-    value a float64 one (tests and verify only); `autocast` is the one that capture stands under.
+    and `s`), `dtype`, `module`, `source`. `precision` casts parameters before tracing, and inputs in the graph;
+    `float64` makes every floating value a float64 one (tests and verify only); `autocast` is the one that capture
+    stands under.
     """
     refuse_hooks(model)
     named = example.named(model)
     symbols = name_dims(named, dynamic_dims)
     traced = dict(traced_inputs(named, symbols, torch.float64 if float64 else None))
-    given = _Given(example, named, symbols, traced, torch.float64 if float64 else compute)
+    casts = (torch.float64, None) if float64 else (precision.compute, precision.of_inputs)
+    given = _Given(example, named, symbols, traced, *casts)
     options = _Options(autocast, pinned or {}, remat, reshard)
     exported, names, kept = _in_a_way(lambda way: _traced(model, options, given, way))
     graph = exported.graph_module
@@ -98,8 +112,10 @@ class _Given:
     named: Mapping[str, Any]
     symbols: Mapping[str, Mapping[int, str]]
     traced: Mapping[str, Any]
-    cast: torch.dtype | None
-    """What the parameters are cast to."""
+    parameters: torch.dtype | None
+    """What they are cast to before."""
+    inputs: torch.dtype | None
+    """What floating ones are cast to in the graph."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +161,10 @@ def _traced(model: nn.Module, options: _Options, given: _Given, way: _Way) -> _T
     """The graph with labelled placeholders, in which runs of equal blocks are folded; the tensor inputs' names; what is
     recomputed."""
     twin, constants = on_meta(model)
-    if given.cast is not None:
-        cast_parameters(twin, given.cast)
+    if given.parameters is not None:
+        cast_parameters(twin, given.parameters)
+    if given.inputs is not None:
+        cast_inputs(twin, given.inputs)
     blocks = blocks_of(twin)
     withheld = Withheld(twin, blocks if way.withhold else {})
     borders = Borders(twin, blocks, way.once, withheld)

@@ -95,6 +95,8 @@ def verify(
     mesh: Mesh,
     seeds: Annotated[int, typer.Option(min=1, help="Samples in the prime field.")] = 3,
     microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a step.")] = 2,
+    also: Annotated[str, typer.Option(help="More arithmetics: dtypes, integers, or both with a comma.")] = "",
+    device: Annotated[str, typer.Option(help="Where all ranks run: cpu, or a GPU such as cuda.")] = "cpu",
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Also write it as a page to this file.")] = None,
 ) -> None:
@@ -105,8 +107,11 @@ def verify(
     with user_errors():
         made, example_inputs = load_model(model)
         program = nd.compile(made, mesh, example_inputs)
+        more = [name.strip() for name in also.split(",") if name.strip()]
         with progress_bar() as progress:
-            report = nd.verify(program, made, seeds=seeds, microbatches=microbatches, progress=progress)
+            report = nd.verify(
+                program, made, seeds=seeds, microbatches=microbatches, also=more, device=device, progress=progress
+            )  # fmt: skip
     console.print(Text(str(report)), soft_wrap=True)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_json(), indent=1))

@@ -109,6 +109,21 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
                 buffer.data = buffer.data.to(dtype)
 
 
+def cast_inputs(twin: nn.Module, dtype: torch.dtype) -> None:
+    """Make the twin cast its floating inputs first, so that the casts are in the graph."""
+    inner = twin.forward
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() else x
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map_only(Tensor, cast, (args, kwargs))
+        return inner(*args, **kwargs)
+
+    forward.__signature__ = inspect.signature(inner)  # type: ignore[attr-defined]
+    twin.forward = forward
+
+
 def name_keywords(twin: nn.Module, names: Iterable[str]) -> None:
     """Make of `forward(x, **kwargs)` that is called with `y=` a `forward(x, *, y)`: the tracer wants names."""
     inner, signature = twin.forward, inspect.signature(twin.forward)

@@ -99,6 +99,11 @@ class Linear(nn.Module):
         self.layer = nn.Linear(12, 12)
 
 
+class Widens(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.float())
+
+
 class Branches(Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
@@ -147,6 +152,29 @@ def test_control_flow_on_values() -> None:
         "  why     its control flow depends on the values of tensors",
         "  try     torch.where instead of if on a tensor",
     )
+
+
+WIDER = lines(
+    "linear gets float32 and bfloat16",
+    "  node    %linear = aten.linear.default   layer",
+    f"  source  {line_of('return self.layer(x.float())')}",
+    "  why     torch multiplies operands of one dtype only, and Precision(compute=…) casts parameters and inputs alone",
+    "  try     a cast in the model, x.to(self.layer.weight.dtype)",
+    "  try     example inputs in the dtype of the parameters",
+)
+
+
+def test_products_of_two_dtypes() -> None:
+    """torch refuses them where they run, but not on meta, where a model is traced."""
+    low = nd.Precision(compute=torch.bfloat16)
+    assert refusal(Widens(), "tp=2", precision=low) == WIDER
+    assert refusal(nn.Linear(12, 12), "tp=2", precision=nd.Precision(torch.bfloat16, cast_inputs=False)).startswith(
+        "linear gets float32 and bfloat16\n"
+    )
+    assert refusal(nn.Linear(12, 12), "tp=2", X.bfloat16()).startswith("linear gets bfloat16 and float32\n")
+    for right in (None, low):
+        (plan,) = nd.compile(nn.Linear(12, 12), "tp=2", X, precision=right).manifest.input_plans
+        assert plan.dtype == "torch.float32"
 
 
 def test_a_count_whose_length_may_depend_on_values() -> None:

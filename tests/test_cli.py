@@ -79,6 +79,9 @@ def test_inspect_tells_memory_for_each_choice(ndcompile: Callable[..., Result]):
         (("inspect", "none.json", "--mesh", "tp=2"), "there is no file none.json"),
         (("demo", "--mesh", "tp=0"), "axis 'tp' has size 0"),
         (("demo", "--precision", "fp4"), "'fp4' is not float32 or bf16"),
+        (("verify", "my_models:mlp", "--mesh", "tp=2", "--also", "reals"), "also='reals' is no option"),
+        (("verify", "my_models:mlp", "--mesh", "tp=2", "--device", "gpu7"), "device='gpu7' cannot be used"),
+        (("verify", "my_models:mlp", "--mesh", "tp=2", "--device", "meta"), "device='meta' is no option"),
     ],
 )
 def test_errors_are_their_text_and_status_2(arguments: tuple[str, ...], message: str, ndcompile: Callable[..., Result]):
@@ -101,6 +104,14 @@ def test_verify_says_what_is_equal_and_writes_json(ndcompile: Callable[..., Resu
     assert "equal to one device" in done.stdout and "the difference is 0" in done.stdout
     report = json.loads(Path("report.json").read_text())
     assert report["equal"] is True and [claim["held"] for claim in report["claims"]] == [True, True, True]
+
+
+def test_verify_takes_more_arithmetics_and_a_device(ndcompile: Callable[..., Result]):
+    options = ("--seeds", "1", "--also", "dtypes, integers", "--device", "cpu", "--json", "report.json")
+    done = ndcompile("verify", "my_models:mlp", "--mesh", "tp=2", *options)
+    assert done.exit_code == 0, done.output
+    kinds = [claim["kind"] for claim in json.loads(Path("report.json").read_text())["claims"]]
+    assert kinds[-2:] == ["tested (float32)", "equal over small integers"]
 
 
 def test_verify_writes_a_page(ndcompile: Callable[..., Result]):

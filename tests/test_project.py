@@ -40,8 +40,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "remat": {"runtime"},
     "borders": {"blocks", "withheld", "checkpoints"},
     "fold": {"blocks", "borders"},
-    "capture": {"size", "autocast", "inputs", "twin", "regions", "functional", "literals", "counts"}
+    "capture": {"size", "autocast", "inputs", "twin", "regions", "functional", "literals", "counts", "precision"}
     | {"blocks", "withheld", "borders", "fold", "remat"},
+    "dtypes": {"rules"},
     "checks": {"placement", "mesh", "size", "duties"},
     "duties": {"placement", "mesh"},
     "codegen": {"placement", "mesh", "size", "rules", "fold"},

@@ -20,8 +20,8 @@ from ndcompile import checks, pipeline, planning
 from ndcompile.duties import duties
 from ndcompile.errors import CompileError
 from ndcompile.program import Program
-from ndcompile.verify import own_dtypes
-from ndcompile.verify.arithmetic import PRIME, Domain, Field, Float64, NotInDomain, ZeroDenominator
+from ndcompile.verify import own_dtypes, rings
+from ndcompile.verify.arithmetic import FAILURES, PRIME, Domain, Field, Float64, NotInDomain, ZeroDenominator
 from ndcompile.verify.compare import Comparison, compare
 from ndcompile.verify.execute import on_one_device, on_ranks, round_trip
 from ndcompile.verify.integers import Integers
@@ -33,9 +33,6 @@ from ndcompile.verify.shrink import Small, parameter_count, shrink
 __all__ = ["Claim", "Report", "verify"]
 
 Progress = Callable[[str, int, int], None]
-
-FAILURES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError, AttributeError, NameError)
-"""What a wrong program may raise when it runs."""
 
 ATTEMPTS = 20
 
@@ -65,8 +62,9 @@ def verify(
     "integers", small whole numbers, for programs that are shallow. All ranks run on `device`, the CPU or one GPU.
     `progress(what, done, steps)` is called before each step and at the end.
     """
-    wanted = _asked_for(program, also)
-    tell = _counting(progress, seeds + 3 + len(wanted))
+    wanted, device = _asked_for(program, also), _usable(device)
+    has_rings = rings.CALLED in (source or str(program))
+    tell = _counting(progress, seeds + 3 + len(wanted) + has_rings)
     tell("types")
     types = _types(program)
     exact, float64 = _Layer(), _Layer()
@@ -76,6 +74,10 @@ def verify(
         tell(f"F_p, sample {seed + 1} of {seeds}")
         if exact.held is not False:
             _run(cases[seed % len(cases)], model, Field, seed, microbatches, source, exact, device)
+    lemmas = []
+    if has_rings:
+        tell("rings")
+        lemmas = [rings.claim(list(exact.rings.values()), seeds)] if exact.rings else []
     float64.located = bool(exact.differences)
     tell("float64")
     _run(cases[0], model, Float64, 0, microbatches, source, float64, device)
@@ -91,11 +93,12 @@ def verify(
             types,
             *_round_trip(cases[0]),
             _exact_claim(exact, seeds, microbatches, cases),
+            *lemmas,
             _float64_claim(float64),
             *more,
         ],
         [_sizes(case) for case in cases[: max(seeds, 1)]],
-        worst.differences or [text for claim in more if claim.held is False for text in claim.evidence],
+        worst.differences or [text for claim in (*lemmas, *more) if claim.held is False for text in claim.evidence],
         worst.begins,
         _not_checked(exact, wanted),
         program,
@@ -119,6 +122,20 @@ def _asked_for(program: Program, also: Sequence[str]) -> list[str]:
     for name in also:
         planning.check_option("also", name, tuple(ALSO))
     return list(dict.fromkeys([*also, *(["dtypes"] if program.manifest.compute else [])]))
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    """The CPU or a GPU that is there."""
+    try:
+        found = torch.zeros((), device=device).device
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
+        raise CompileError(
+            f"device='{device}' cannot be used",
+            why=str(error).splitlines()[0],
+            tries="'cpu', or 'cuda' on a machine with a GPU",
+        ) from error
+    planning.check_option("device", found.type, ("cpu", "cuda"))
+    return found
 
 
 RANKS, ELEMENTS = 16, 2_000_000
@@ -193,6 +210,7 @@ class _Layer:
         self.located = False
         """Whether it is known already where differences begin."""
         self.unknown = ""
+        self.rings: dict[Any, rings.Ring] = {}
         self.ran = self.drawn_again = self.degree = 0
         self.seconds = 0.0
 
@@ -229,13 +247,15 @@ def _compare(program: Program, sample: Sample, domain: Domain, source: str | Non
     right = on_one_device(program, sample, domain)
     layer.degree = max(layer.degree, getattr(domain, "degree", 0))
     try:
-        found = on_ranks(program, sample, domain, source)
+        with rings.met() as met:
+            found = on_ranks(program, sample, domain, source)
+        layer.rings |= met
     except NotInDomain:
         raise
     except FAILURES as error:
         layer.differences.append(f"the emitted text does not run: {type(error).__name__}: {error}")
         return
-    comparison = compare(program, right, found, domain)
+    comparison = compare(program, sample, right, found, domain)
     layer.comparison.join(comparison)
     layer.differences += [str(d) for d in comparison.differences]
     if comparison.differences and not layer.located:
@@ -274,6 +294,7 @@ def _exact_claim(layer: _Layer, seeds: int, microbatches: int, cases: list[Progr
         f"{seeds} seeds{again}; 2 steps of {microbatches} microbatches on {ranks} ranks: "
         f"{c.tensors:,} tensors, {c.elements:,} elements, the difference is 0",
         f"p = {PRIME}; one element of another function would pass by chance with at most about {chance**seeds:.0e}",
+        *([f"{rings.AS_ONE}; that it is one is the lemma below"] if layer.rings else []),
     ]
     return Claim("equal over F_p", True, evidence, layer.seconds)
 
@@ -283,6 +304,11 @@ def _float64_claim(layer: _Layer) -> Claim:
         return Claim("tested (float64)", False, [layer.differences[0]], layer.seconds)
     c = layer.comparison
     evidence = [f"the furthest of {c.tensors:,} tensors is {c.worst:.1e} away; 1e-10 would fail"]
+    if c.cancelled:
+        what, most = max(c.cancelled.items(), key=lambda found: found[1])
+        evidence.append(
+            f"but for {len(c.cancelled)} that nearly cancel: {what} is {most:.0e} of its terms away; 1e-14 would fail"
+        )
     return Claim("tested (float64)", layer.held, evidence, layer.seconds)
 
 
@@ -301,7 +327,8 @@ def _integers_claim(
         layer.differences[:1]
         or ([layer.unknown] if layer.unknown else [])
         or [
-            f"{seeds} seeds; results and gradients, {c.tensors:,} tensors, {c.elements:,} elements: the difference is 0"
+            f"{seeds} seeds; results and gradients, {c.tensors:,} tensors, {c.elements:,} elements: difference 0",
+            *([rings.AS_ONE] if layer.rings else []),
         ]
     )
     return Claim(kind, layer.held, evidence, layer.seconds)

@@ -21,6 +21,10 @@ Op = Any
 """An ATen op, as a dispatch mode sees it: `torch.ops.aten.mul.Tensor`."""
 
 
+FAILURES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError, AttributeError, NameError)
+"""What a wrong program may raise when it runs."""
+
+
 class NotInDomain(NotImplementedError):
     """An op that an arithmetic has no meaning for: nothing can be said of the program there."""
 
@@ -152,11 +156,12 @@ class Field(Domain):
 
     name = "F_p"
     exact = True
+    prime = PRIME
 
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
         super().__init__(seed, device)
         self._functions: dict[Any, Tensor] = {}
-        self._inverses = inverses().to(self.device)
+        self._inverses = inverses(self.prime).to(self.device)
         self.infinite = False
         self.known = Known()
 
@@ -164,7 +169,7 @@ class Field(Domain):
 
     def draw(self, shape: Sequence[int], positive: bool = False) -> Tensor:
         with private.undispatched():  # a drawn number is no known one
-            return torch.randint(1, PRIME, tuple(shape), generator=self.generator).double().to(self.device)
+            return torch.randint(1, self.prime, tuple(shape), generator=self.generator).double().to(self.device)
 
     def number(self, x: float | int | bool) -> float:
         """A constant as an element: exact where it is a rational of small numerator and denominator."""
@@ -173,15 +178,15 @@ class Field(Domain):
             return x
         fraction = Fraction(x).limit_denominator(1000)
         if isinstance(x, int) or float(fraction) == x:
-            return float(fraction.numerator * pow(fraction.denominator, -1, PRIME) % PRIME)
-        return float(scrambled(self.seed, "constant", x) % PRIME)
+            return float(fraction.numerator * pow(fraction.denominator, -1, self.prime) % self.prime)
+        return float(scrambled(self.seed, "constant", x) % self.prime)
 
     def encode(self, x: Tensor) -> Tensor:
         if not x.is_floating_point():
             return x
         x = x.double()
         if bool((x.round() == x).all()) and bool(x.isfinite().all()):
-            return x.remainder(PRIME)
+            return x.remainder(self.prime)
         distinct, where = torch.unique(x, return_inverse=True)
         elements = torch.tensor([self.number(v) for v in distinct.tolist()], dtype=torch.float64, device=x.device)
         return elements[where].view(x.shape)
@@ -195,8 +200,8 @@ class Field(Domain):
     def mod(self, x: Tensor) -> Tensor:
         """The residue; infinities stay."""
         if not self.infinite:
-            return x.remainder_(PRIME)
-        return torch.where(x.isinf(), x, x.remainder(PRIME))
+            return x.remainder_(self.prime)
+        return torch.where(x.isinf(), x, x.remainder(self.prime))
 
     def inverse(self, x: Tensor | float) -> Tensor:
         x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device=self.device)
@@ -209,7 +214,7 @@ class Field(Domain):
         """A random function of an element, the same for the same name; of minus infinity it is 0."""
         if name not in self._functions:
             seed = torch.Generator().manual_seed(scrambled(self.seed, name))
-            self._functions[name] = torch.randint(0, PRIME, (PRIME,), generator=seed).double().to(self.device)
+            self._functions[name] = torch.randint(0, self.prime, (self.prime,), generator=seed).double().to(self.device)
         if self.infinite:
             finite = x.isfinite()
             return torch.where(finite, look_up(self._functions[name], torch.where(finite, x, 0.0)), 0.0)
@@ -219,7 +224,7 @@ class Field(Domain):
         """Each element's place in the random total order."""
         if "order" not in self._functions:
             seed = torch.Generator().manual_seed(scrambled(self.seed, "order"))
-            self._functions["order"] = torch.randperm(PRIME, generator=seed).double().to(self.device)
+            self._functions["order"] = torch.randperm(self.prime, generator=seed).double().to(self.device)
         if self.infinite:
             finite = x.isfinite()
             return torch.where(finite, look_up(self._functions["order"], torch.where(finite, x, 0.0)), x)
@@ -315,17 +320,13 @@ def look_up(table: Tensor, x: Tensor) -> Tensor:
     return table[index]
 
 
-_inverses: dict[str, Tensor] = {}
-
-
-def inverses() -> Tensor:
-    """The inverse of each residue modulo the prime, by Fermat: x to the p − 2."""
-    if "all" not in _inverses:
-        result, power, exponent = torch.ones(PRIME, dtype=torch.int64), torch.arange(PRIME), PRIME - 2
-        while exponent:
-            if exponent & 1:
-                result = result * power % PRIME
-            power = power * power % PRIME
-            exponent >>= 1
-        _inverses["all"] = result.double()
-    return _inverses["all"]
+@cache
+def inverses(prime: int) -> Tensor:
+    """The inverse of each residue modulo a prime, by Fermat: x to the p − 2."""
+    result, power, exponent = torch.ones(prime, dtype=torch.int64), torch.arange(prime), prime - 2
+    while exponent:
+        if exponent & 1:
+            result = result * power % prime
+        power = power * power % prime
+        exponent >>= 1
+    return result.double()

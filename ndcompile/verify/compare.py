@@ -5,18 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ndcompile.program import Program
+from ndcompile.verify import cancelling
 from ndcompile.verify.arithmetic import Domain
-from ndcompile.verify.execute import LEARNING_RATE, Step, result_layouts
+from ndcompile.verify.execute import LEARNING_RATE, Step, result, result_layouts
 from ndcompile.verify.places import norm, part
+from ndcompile.verify.sample import Sample
 
 BAR = {True: 0.0, False: 1e-10}
 """The largest distance, in an exact arithmetic and in float64."""
+
+OF_TERMS = 1e-14
+"""In float64, the largest distance of what is further away than that, as a part of the terms that cancel in it: 90
+times the rounding of one number.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,20 +42,27 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """How many tensors and elements were compared, the largest distance, and what is too far."""
+    """How many tensors and elements were compared, the largest distance, and what is too far; of `cancelled` the
+    distances as parts of their terms.
+    """
 
     tensors: int = 0
     elements: int = 0
     worst: float = 0.0
     worst_what: str = ""
     differences: list[Difference] = field(default_factory=list)
+    cancelled: dict[str, float] = field(default_factory=dict)
 
     def join(self, other: Comparison) -> None:
         self.tensors += other.tensors
         self.elements += other.elements
         self.differences += other.differences
+        self.cancelled |= other.cancelled
         if other.worst > self.worst:
             self.worst, self.worst_what = other.worst, other.worst_what
+
+    def cancel(self, what: str, part_of_terms: float) -> None:
+        self.cancelled[what] = max(part_of_terms, self.cancelled.get(what, 0.0))
 
     def add(self, what: str, rank: int, distance: float, elements: int, bar: float) -> None:
         self.tensors += 1
@@ -59,15 +74,21 @@ class Comparison:
 
 
 def compare(
-    program: Program, right: Sequence[Step], found: Sequence[Sequence[Step]], domain: Domain, first: int = 0
-) -> Comparison:
+    program: Program, sample: Sample, right: Sequence[Step], found: Sequence[Sequence[Step]], domain: Domain,
+    first: int = 0,
+) -> Comparison:  # fmt: skip
     """All steps on all ranks, or on those from `first` on that are given."""
-    comparison = Comparison()
+    comparison, bar = Comparison(), BAR[domain.exact]
+    terms = cache(lambda: cancelling.terms_of(program, sample, domain))
     for number, step in enumerate(right):
         for rank, steps in enumerate(found, first):
-            for what, mine, theirs, least in _pairs(program, step, steps[number], rank):
+            for name, mine, theirs, least in _pairs(program, step, steps[number], rank):
+                what = f"step {number}: {name}"
                 distance, elements = _distance(mine, theirs, least, domain)
-                comparison.add(f"step {number}: {what}", rank, distance, elements, BAR[domain.exact])
+                if bar < distance < math.inf and norm(mine - theirs) <= OF_TERMS * terms().get(what, 0.0):
+                    comparison.cancel(what, norm(mine - theirs) / terms()[what])
+                    distance = 0.0
+                comparison.add(what, rank, distance, elements, bar)
     return comparison
 
 
@@ -88,21 +109,15 @@ def _pairs(program: Program, right: Step, found: Step, rank: int) -> Iterator[tu
     mesh, dims = program.mesh, {name: plan.dims for name, plan in program.manifest.parameters.items()}
     for number, (theirs, mine) in enumerate(zip(right.results, found.results, strict=True)):
         for i, whole in enumerate(_parts(program, theirs, rank)):
-            yield f"result {i} of microbatch {number}", mine[i], whole, 1e-30
+            yield result(number, i), mine[i], whole, 1e-30
     total = norm(right.norm)
     for name, gradient in right.gradients.items():
         expected = None if gradient is None else part(gradient, dims[name], mesh, rank)
-        yield f"gradient of {name}", found.gradients[name], expected, _least(norm_of(gradient), total)
+        yield f"gradient of {name}", found.gradients[name], expected, max(norm_of(gradient), 1e-6 * total, 1e-30)
     yield "gradient norm", found.norm, right.norm, 1e-30
     for name, parameter in right.parameters.items():
         least = max(LEARNING_RATE * parameter.numel() ** 0.5, norm(parameter))
         yield f"{name} after it", found.parameters[name], part(parameter, dims[name], mesh, rank), least
-
-
-def _least(own: float, total: float) -> float:
-    """What a gradient's distance is measured by. One that is 0 by mathematics (of the bias of attention's keys) is
-    rounding alone, of the size of 1e-16 of all gradients: it is measured so that 1e-12 of them would fail."""
-    return max(1e-2 * total if own <= 1e-12 * total else 1e-6 * total, own, 1e-30)
 
 
 def norm_of(x: Tensor | None) -> float:

@@ -20,6 +20,7 @@ from ndcompile.reference import walk
 from ndcompile.rules.registry import results
 from ndcompile.runtime import Mesh, Root, private
 from ndcompile.runtime.manifest import ParameterPlan
+from ndcompile.verify import rings
 from ndcompile.verify.arithmetic import Domain
 from ndcompile.verify.lockstep import mesh_of, run_one, run_ranks
 from ndcompile.verify.places import part
@@ -40,6 +41,18 @@ class Step:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     norm: Tensor = field(default_factory=lambda: torch.zeros(()))
     parameters: dict[str, Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that holds floating numbers, by the names that differences are told with."""
+        results = {result(n, i): y for n, found in enumerate(self.results) for i, y in enumerate(found)}
+        gradients = {f"gradient of {name}": g for name, g in self.gradients.items()}
+        parameters = {f"{name} after it": p for name, p in self.parameters.items()}
+        found = {**results, **gradients, "gradient norm": self.norm, **parameters}
+        return {what: x for what, x in found.items() if isinstance(x, Tensor) and x.is_floating_point()}
+
+
+def result(microbatch: int, number: int) -> str:
+    return f"result {number} of microbatch {microbatch}"
 
 
 Forward = Callable[[Sequence[Tensor]], Sequence[Any]]
@@ -105,7 +118,7 @@ def on_rank(
     mesh, layouts = program.mesh, result_layouts(program)
     leaves = sample.leaves(lambda name, whole: part(whole, program.manifest.parameters[name].dims, mesh, rank))
     own = sample.with_own_buffers()
-    root = emitted(program, source, rank, leaves, own)
+    root = emitted(program, source, rank, leaves, own, domain)
 
     def forward(inputs: Sequence[Tensor]) -> Sequence[Any]:
         return forward_of(root, program, own, inputs, rank)
@@ -128,12 +141,17 @@ def on_rank(
     return _train(leaves, forward, backward, sample, lambda grads: _sharded_norm(grads, program, rank), domain)
 
 
-def emitted(program: Program, source: str | None, rank: int, leaves: Mapping[str, Tensor], sample: Sample) -> Root:
+def emitted(
+    program: Program, source: str | None, rank: int, leaves: Mapping[str, Tensor], sample: Sample, domain: Domain
+) -> Root:  # fmt: skip
+    """The text's root on a rank; in an exact arithmetic with each ring as one attention."""
     without: frozenset[str] = frozenset()
     if isinstance(program, Small):
         source, without = program.renumbered(source) if source else None, program.without
     mesh = mesh_of(program.mesh, rank)
-    return execute(source or str(program), program.manifest, mesh, leaves, sample.buffers, without)
+    text = source or str(program)
+    text = rings.as_one(text) if domain.exact else text
+    return execute(text, program.manifest, mesh, leaves, sample.buffers, without)
 
 
 def _alone(program: Program, leaves: Mapping[str, Tensor], sample: Sample) -> Root | None:

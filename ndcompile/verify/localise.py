@@ -62,7 +62,7 @@ def localise(program: Program, sample: Sample, domain: Domain, source: str | Non
     with sdpa_kernel(SDPBackend.MATH):
         graph = keyed(program.folded)
         right = run_one(domain, lambda: _right_values(program, sample, domain))
-        calls = run_ranks(program.mesh, domain, lambda rank: _traced(program, sample, text, rank))
+        calls = run_ranks(program.mesh, domain, lambda rank: _traced(program, sample, text, rank, domain))
     rows = list(_rows(graph, calls))
     for node, layout, values in rows:
         found = _wrong(program, right, domain, node, layout, values, text, forward=True)
@@ -144,11 +144,11 @@ def _reference(program: Program, graph: fx.GraphModule, sample: Sample, domain: 
     return seen
 
 
-def _traced(program: Program, sample: Sample, text: str, rank: int) -> list[Call]:
+def _traced(program: Program, sample: Sample, text: str, rank: int, domain: Domain) -> list[Call]:
     mesh, manifest = program.mesh, program.manifest
     leaves = sample.leaves(lambda name, whole: part(whole, manifest.parameters[name].dims, mesh, rank))
     own = sample.with_own_buffers()
-    root = emitted(program, text, rank, leaves, own)
+    root = emitted(program, text, rank, leaves, own, domain)
     with traced(text) as calls:
         found = forward_of(root, program, own, sample.batches[0], rank)
     pairs = [

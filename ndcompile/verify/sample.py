@@ -86,9 +86,9 @@ def draw(
     sizes["b"] *= times
     buffers = {name: _buffer(name, node, domain, model) for name, node in placeholders.items()
                if node.meta["role"] in ("buffer", "constant")}  # fmt: skip
-    ranges = {name: number_range(program.reference, placeholders[name]) for name in manifest.inputs}
+    numbers = {name: numbers_of(program.reference, placeholders[name]) for name in manifest.inputs}
     batches = [
-        [_input(placeholders[name], sizes, ranges[name], domain) for name in manifest.inputs]
+        [_input(placeholders[name], sizes, numbers[name], domain) for name in manifest.inputs]
         for _ in range(microbatches)
     ]
     return Sample(
@@ -120,17 +120,16 @@ def _samples(mesh: MeshSpec) -> int:
     return next(n for n in itertools.count(2 if ranks > {1} else 3) if n not in ranks)
 
 
-def _input(node: fx.Node, sizes: Mapping[str, int], limit: tuple[int, int | None], domain: Domain) -> Tensor:
+def _input(node: fx.Node, sizes: Mapping[str, int], numbers: Numbers, domain: Domain) -> Tensor:
     shape = [int(d) if isinstance(d, int) else size_at(d, sizes) for d in node.meta["sizes"]]
     dtype, generator = node.meta["dtype"], domain.generator
     if dtype.is_floating_point:
         return domain.stored(domain.draw(shape), dtype)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
-    high, ignored = limit
-    low = int(not shape and high > 1)  # one number is a count, by which a model may divide
-    ids = torch.randint(low, high, shape, generator=generator, dtype=dtype)
-    if ignored is not None:
+    low = int(not shape and numbers.high > 1)  # one number is a count, by which a model may divide
+    ids = torch.randint(low, numbers.high, shape, generator=generator, dtype=dtype)
+    for ignored in numbers.ignored:
         for number, labels in enumerate(ids.flatten(1) if ids.dim() > 1 else ids.unsqueeze(1)):
             labels[_masked(number, len(ids), len(labels), generator)] = ignored
     return ids
@@ -166,30 +165,37 @@ def _buffer(name: str, node: fx.Node, domain: Domain, model: nn.Module | None) -
     return value[tuple(slice(int(n)) for n in node.meta["sizes"])]
 
 
-def number_range(graph: fx.GraphModule, node: fx.Node) -> tuple[int, int | None]:
-    """Below which number an integer input must be, and the number that means "ignore", from what uses it.
+@dataclass(frozen=True)
+class Numbers:
+    """What an integer input may hold: numbers below `high`, and those that some loss ignores and no use refuses."""
 
-    A use as ids of a table bounds it by the table's rows, one as targets by the classes; otherwise it is 0 or 1, and
-    one number by itself from 1 to 9. What is looked up anywhere has no number that means "ignore".
+    high: int
+    ignored: tuple[int, ...] = ()
+
+
+def numbers_of(graph: fx.GraphModule, node: fx.Node) -> Numbers:
+    """What an integer input may hold, from all of its uses.
+
+    A use as ids of a table takes numbers below the table's rows, one as targets those below the classes and the one
+    that it ignores. Without such a use they are 0 and 1, and one number by itself is from 1 to 9.
     """
-    bounds: list[int] = []
-    ignored: int | None = None
-    looked_up = False
+    uses: list[Numbers] = []
     seen, front = {node}, [node]
     while front:
         value = front.pop()
         for user in value.users:
             name = op_name(user.target) if user.op == "call_function" else ""
             if name == "aten.embedding.default" and arguments(user)["indices"] is value:
-                bounds.append(int(arguments(user)["weight"].meta["sizes"][0]))
-                looked_up = True
+                uses.append(Numbers(int(arguments(user)["weight"].meta["sizes"][0])))
             elif name == "runtime.cross_entropy" and arguments(user)["target"] is value:
-                bounds.append(int(arguments(user)["logits"].meta["sizes"][1]))
-                ignored = arguments(user)["ignore_index"]
+                classes = int(arguments(user)["logits"].meta["sizes"][1])
+                uses.append(Numbers(classes, (arguments(user)["ignore_index"],)))
             elif user not in seen and "dtype" in user.meta and name.split(".")[-2:-1] and _keeps(name):
                 seen.add(user)
                 front.append(user)
-    return min(bounds, default=2 if node.meta["sizes"] else 10), None if looked_up else ignored
+    high = min((use.high for use in uses), default=2 if node.meta["sizes"] else 10)
+    ignored = dict.fromkeys(number for use in uses for number in use.ignored)
+    return Numbers(high, tuple(n for n in ignored if all(n in use.ignored or 0 <= n < use.high for use in uses)))
 
 
 def _keeps(name: str) -> bool:

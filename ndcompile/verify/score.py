@@ -12,8 +12,8 @@ from rich.table import Table
 from torch import nn
 
 from ndcompile.program import Program
-from ndcompile.verify import ATTEMPTS, FAILURES
-from ndcompile.verify.arithmetic import AsWritten, Domain, Field, NotInDomain, ZeroDenominator
+from ndcompile.verify import ATTEMPTS
+from ndcompile.verify.arithmetic import FAILURES, AsWritten, Domain, Field, NotInDomain, ZeroDenominator
 from ndcompile.verify.compare import compare, results_differ
 from ndcompile.verify.execute import Step, on_one_device, on_ranks
 from ndcompile.verify.graph_mutants import GraphMutant, seen_by_types
@@ -72,7 +72,8 @@ class Trial:
             return ""
         except FAILURES:
             return "does not run"
-        return self.domain.name if compare(program, self.right, found, self.domain).differences else ""
+        compared = compare(program, self.sample, self.right, found, self.domain)
+        return self.domain.name if compared.differences else ""
 
 
 class _Seen(Exception):

@@ -122,13 +122,14 @@ def exactly(model: nn.Module, call: Call, inputs: Inputs, cotangent: Cotangent, 
 
 def rounded(model: nn.Module, call: Call, inputs: Inputs, cotangent: Cotangent, recipe: Recipe,
             dtype: torch.dtype | None) -> Iterator[Trained]:  # fmt: skip
-    """The untouched model with its parameters cast to `dtype`; the optimizer keeps them as they are."""
+    """The untouched model with parameters and inputs cast to `dtype`; the optimizer keeps its own as they are."""
     masters = copy.deepcopy(model)
     low = copy.deepcopy(model)
     for parameter in low.parameters():
         if dtype is not None and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
     callee = call(low)
+    inputs = moved(inputs, lambda x: x.to(dtype) if dtype is not None and x.is_floating_point() else x)
     pairs = list(zip(masters.parameters(), low.parameters(), strict=True))
 
     def backward(number: int) -> Results:

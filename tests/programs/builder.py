@@ -24,8 +24,8 @@ WIDTHS = (2, 3, 4, 6, 8, 9, 12, 16)
 LARGEST = 6000
 """Elements of a value at the first of `POINTS`."""
 
-FAILURES = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
-"""What torch raises where a line does not fit its operands."""
+FAILURES = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, NameError)
+"""What is raised where a line does not fit its operands, or names a size that its body does not know."""
 
 
 class Rejected(Exception):
@@ -231,8 +231,9 @@ class Builder:
         return [(f"self.{name}", module) for name, module in self.module.named_children() if isinstance(module, kind)]
 
     def parameters(self) -> list[tuple[str, tuple[int, ...]]]:
-        """All parameters with their shapes."""
-        return [(f"self.{name}", tuple(p.shape)) for name, p in self.module.named_parameters()]
+        """All parameters, as Python names them, with their shapes."""
+        shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters()}
+        return [("self." + re.sub(r"\.(\d+)", r"[\1]", name), shape) for name, shape in shapes.items()]
 
     def size_names(self, source: str) -> None:
         """The first line of a forward: the names of batch and sequence."""

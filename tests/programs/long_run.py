@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import time
+import traceback
 from collections import Counter
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -67,7 +68,11 @@ def _row(seed: int, note: TextIO, limit: float) -> dict[str, Any]:
     note.write(f"{seed}\n")
     note.flush()
     faulthandler.dump_traceback_later(limit, exit=True, file=note)
-    sketch = generate(Random(seed))
+    try:
+        sketch = generate(Random(seed))
+    except Exception:
+        verdict = Verdict("generator", traceback.format_exc(limit=-4))
+        return as_row(seed, None, verdict) | dict(program="")
     row = as_row(seed, sketch, verdict := judge(sketch))
     if not verdict.good:
         note.write(json.dumps(row | dict(program=str(sketch))) + "\n")
@@ -89,7 +94,7 @@ def _write_death(log: Path, job: int, code: int) -> None:
         return
     seed = int(first)
     kind, detail = ("hang", "\n".join(rest)[-1500:]) if rest else ("died", f"exit code {code}")
-    sketch = generate(Random(seed))
+    sketch = generate(Random(seed))  # it has been before: a seed of which none comes is a row
     _append(log, as_row(seed, sketch, Verdict(kind, detail)) | dict(program=str(sketch)))
 
 
@@ -122,7 +127,18 @@ def table(found: list[dict[str, Any]]) -> str:
     lines += [f"{n:7,}  {kind:<10} {n / max(judged, 1):6.1%}" for kind, n in kinds.most_common()]
     free = [row["kind"] for row in found if not row.get("pins") and row["kind"] != "invalid"]
     lines += ["", f"without pins: {len(free):,}, of which refused {free.count('refused') / max(len(free), 1):.1%}"]
-    for kind in ("refused", "tested", "crash", "checker", "wrong", "rounding", "reference", "hang", "died"):
+    for kind in (
+        "refused",
+        "tested",
+        "crash",
+        "checker",
+        "wrong",
+        "rounding",
+        "reference",
+        "hang",
+        "died",
+        "generator",
+    ):
         same = Counter(reason(Verdict(kind, row["detail"])) for row in found if row["kind"] == kind)
         lines += ["", kind] * bool(same) + [f"{n:7,}  {text}" for text, n in same.most_common(40)]
     bad = [row for row in found if "program" in row]

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 import ndcompile as nd
+from ndcompile.inputs import Inputs
 from ndcompile.verify.arithmetic import NotInDomain
 from ndcompile.verify.integers import EXACT, VALUES, Integers
 from ndcompile.verify.own_dtypes import OwnDtypes
 from ndcompile.verify.report import Claim
+from ndcompile.verify.training import Recipe, rounded
 from tests.equivalence.zoo import ALL
 
 LOW = nd.Precision(compute=torch.bfloat16, reduce=torch.float32)
@@ -30,6 +32,28 @@ def test_a_right_program_in_bfloat16_passes_and_a_gradient_that_is_not_reduced_d
     wrong = str(program).replace(line, 'mlp_norm_bias=weight("mlp_norm.bias")')
     assert wrong != str(program)
     assert last_claim(program, model, [], wrong).held is False
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "tp=2"])
+def test_floating_inputs_are_cast_to_the_dtype_of_compute(mesh: str) -> None:
+    """In their own dtype a product with a parameter would not run. Whole numbers stay what they are."""
+    model, batch = ALL["mlp"](8)
+    program = nd.compile(model, mesh, batch, precision=LOW)
+    claim = last_claim(program, model, [])
+    assert claim.kind == "tested (bfloat16)" and claim.held, claim
+    text, taken = str(program), {plan.name: plan.dtype for plan in program.manifest.input_plans}
+    casts = [f"{name} = {name}.to(torch.bfloat16)" for name in taken]
+    assert set(taken.values()) == {"torch.float32"} and all(cast in text for cast in casts), text
+    found = last_claim(program, model, [], text.replace(casts[0], casts[0].partition(".to")[0]))
+    assert found.held is False and "does not run in these dtypes" in found.evidence[0]
+
+
+def test_one_device_in_low_precision_takes_inputs_in_it() -> None:
+    """As real ranks compare it: the untouched model."""
+    model = torch.nn.Linear(4, 3)
+    inputs, recipe = Inputs.of(torch.ones(2, 4)), Recipe(steps=1, eps=1e-3)
+    (step,) = rounded(model, lambda low: low, inputs, lambda name, shape: torch.ones(shape), recipe, torch.bfloat16)
+    assert step.results["result 0"].dtype == torch.bfloat16 and step.parameters["weight"].dtype == torch.float32
 
 
 def test_a_cast_before_a_reduction_is_seen_in_the_programs_own_dtypes() -> None:

@@ -47,6 +47,11 @@ ATTENDS = Body(
     "x + F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)",
 )  # fmt: skip
 TURNED = Body("Turned", ("x",), ("self.a = nn.Linear(8, 8)",), (Statement((), "x.flatten(0, 1).neg_()"),), "self.a(x)")
+DEEP = Body(
+    "Deep", ("x",), (*(f"self.{n} = nn.Linear(6, 16)" for n in "qkv"), "self.o = nn.Linear(16, 6)"),
+    (Statement((), "q, k, v = (f(x).unflatten(-1, (4, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))"),),
+    "self.o((q @ k.mT * 1.5).softmax(-1).matmul(v).transpose(1, 2).flatten(2))",
+)  # fmt: skip
 NORM = Body("Norm", ("x",), ("self.a = nn.BatchNorm1d(4)",), (), "self.a(x)")
 
 
@@ -182,6 +187,31 @@ FOUND = {
         "q, k = (f(x).unflatten(-1, (4, 2)).transpose(1, 2) for f in (self.m, self.k))\n"
         "F.scaled_dot_product_attention(q, k, q)",
         (*LINEAR, "self.k = nn.Linear(8, 8)"), "dp_replicate=2, dp_shard=2",
+    ),
+    "labels of two losses, of which one ignores a class": Found(
+        "y = self.m(x).flatten(0, 1)\n"
+        "F.cross_entropy(y, labels.flatten()) + F.cross_entropy(y.tanh(), labels.flatten(), ignore_index=3)",
+        ("self.m = nn.Linear(8, 9)",), "tp=4", IDS_OF,
+    ),
+    "a scale that a norm along the sequence takes out again": Found(
+        "F.normalize(self.m(x), dim=-2)", ("self.m = nn.RMSNorm(8)",)
+    ),
+    "one number as the scale of what is normed": Found(
+        "self.m(x[..., :4] * 3 * (1 + self.p))", ("self.m = nn.RMSNorm(4)", "self.p = nn.Parameter(torch.ones(()))"),
+        inputs=(Input("x", ("b", "s", 6)),),
+    ),
+    "the sum of a softmax over a norm of two": Found(
+        "y = target[:, :, 1:] @ self.p\nz = torch.einsum('bid,bjd->bij', self.n(y), y).softmax(-1)\n"
+        "z = z[torch.arange(z.shape[0]), place]\n(z[1:] - z[:-1]).sum(), z.detach()",
+        ("self.p = nn.Parameter(torch.randn(15, 2) / 3)", "self.n = nn.LayerNorm(2, elementwise_affine=False)"),
+        "tp=2", (Input("x", ("b", "s", 16)), Input("target", ("b", "s", 16)), Input("place", ("b",), 2)),
+    ),
+    "blocks in which attention is nearly on one key": Found(
+        "for block in self.blocks:\n    x = block(x)\nx",
+        ("self.blocks = nn.ModuleList(Deep() for _ in range(4))",), "tp=2", (Input("x", ("b", "s", 6)),), (DEEP,),
+    ),
+    "the sum of what two batch norms give": Found(
+        "self.n(x).sum() - self.n(x.tanh()).sum()", ("self.n = nn.BatchNorm1d(4)",), "tp=2", (Input("x", ("b", 4, 4)),)
     ),
 }  # fmt: skip
 

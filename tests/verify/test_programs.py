@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from random import Random
 
@@ -10,7 +11,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
 from ndcompile.codegen.sizes import SizeNames
-from tests.programs.builder import Dim
+from tests.programs import long_run
+from tests.programs.builder import Builder, Dim, Rejected
 from tests.programs.generate import generate, sketches
 from tests.programs.judge import judge
 from tests.programs.long_run import rows, run, smallest, table
@@ -78,3 +80,30 @@ def test_a_log_is_taken_up_and_a_hanging_program_is_a_row_of_it(tmp_path: Path) 
     run(log, range(2), seconds=60, jobs=1, limit=1e-3)
     assert [(row["seed"], row["kind"]) for row in rows(log)] == [(0, "equal"), (1, "hang")]
     assert "failures: 1 hang" in table(rows(log))
+
+
+def body_of_x() -> Builder:
+    return Builder.of_inputs(Random(0), [Input("x", ("b", 4, 6))])
+
+
+def test_parameters_of_a_list_have_the_names_that_python_reads() -> None:
+    g = body_of_x()
+    g.member("nn.ModuleList(nn.Linear(6, 2) for _ in range(2))", prefix="blocks")
+    assert [name for name, _ in g.parameters()][-1] == "self.blocks0[1].bias"
+    assert g.let("F.linear(x, self.blocks0[1].weight)").last == 2
+
+
+def test_a_line_with_a_size_that_the_body_does_not_know_is_not_written() -> None:
+    with pytest.raises(Rejected):
+        body_of_x().let("x.view(b, 24)")
+
+
+def test_a_seed_of_which_no_program_comes_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(random: Random) -> Sketch:
+        raise SyntaxError("no program")
+
+    monkeypatch.setattr(long_run, "generate", fails)
+    log = tmp_path / "programs.jsonl"
+    long_run.work(log, [3, 5], end=time.time() + 60, job=0, limit=60)
+    assert [(row["seed"], row["kind"]) for row in rows(log)] == [(3, "generator"), (5, "generator")]
+    assert "failures: 3 generator, 5 generator" in table(rows(log)) and "SyntaxError: no program" in table(rows(log))

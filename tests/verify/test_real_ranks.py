@@ -26,6 +26,7 @@ from ndcompile.verify.payloads import payloads
 from ndcompile.verify.real_ranks import Job, OnRanks, References, claims_of, report, verify_on_ranks
 from ndcompile.verify.report import Claim
 from tests import ranks
+from tests.axes.test_cp import IDS, Attends
 from tests.equivalence.zoo import ALL
 
 
@@ -114,6 +115,18 @@ def test_a_right_program_passes_and_each_layer_sees_its_bug() -> None:
     ]  # fmt: skip
     assert "mlp_norm.bias" in found["not reduced"][0][2]
     assert found["right"][3][2].endswith("the same bits as without")
+
+
+def with_a_ring() -> Claim:
+    torch.set_num_threads(1)
+    job = Job.of(Attends(), IDS, "float32", 1, torch.device("cpu"))
+    return OnRanks(job, nd.compile(job.model, "cp=2", IDS, cp_attention="ring")).in_the_field()
+
+
+def test_a_program_with_a_ring_is_exact_over_the_wires_with_the_ring_as_one_attention() -> None:
+    for claim in ranks.run(2, with_a_ring, timeout=120):
+        assert claim.held, claim
+        assert claim.evidence[1:] == ["each ring is taken as one attention: nd.verify has the lemma"]
 
 
 def in_bfloat16_compiled() -> str:
