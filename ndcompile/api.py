@@ -22,6 +22,7 @@ from ndcompile.mesh import MeshLike, MeshSpec
 from ndcompile.pins import Pins, for_other_mode, pinned_names, read_pins
 from ndcompile.precision import Precision
 from ndcompile.program import Program, load_manifest
+from ndcompile.remat import Remat, Reshard
 from ndcompile.runtime.agreement import together
 from ndcompile.runtime.context import HOW
 from ndcompile.runtime.module import ParallelModule
@@ -40,6 +41,8 @@ def compile(
     dynamic_dims: DynamicDims | None = None,
     cp_attention: str | None = None,
     pad_inputs: bool = False,
+    remat: Remat = None,
+    reshard_after_forward: Reshard = True,
     world_size: int | None = None,
     dump: str | Path | None = None,
 ) -> Program:
@@ -56,6 +59,10 @@ def compile(
     gathered), `"ring"` (they go round), `"heads"` (heads are sharded in place of the sequence); None: what sends least.
     With `pad_inputs` sequences of a length that the mesh does not divide get tokens at their end that change nothing,
     and results are cut back; a model in which that cannot be shown is refused.
+    `remat` is what backward recomputes: `"none"`, `"block"` (all of each block of an `nn.ModuleList`), or all but the
+    results that it names, `("linear", "attention")`; or a dict of these by a block's name or wildcard. None: the blocks
+    that the model itself checkpoints. `reshard_after_forward=False` keeps gathered weights for backward; a dict says it
+    by block, `""` being all that is in none.
     `dump` is a folder for every pass's graph. Raises `CompileError` where the model cannot be compiled as asked.
 
     >>> print(compile(nn.Linear(4, 6), "tp=2", torch.randn(3, 4)).parameters["weight"].layout)
@@ -65,7 +72,10 @@ def compile(
     spec = MeshSpec.parse(mesh, world_size)
     planning.check_option("outputs", outputs, ("sharded", "local"))
     planning.check_option("cp_attention", cp_attention, (None, *HOW))
-    asked = Asked(precision or Precision(), outputs == "local", float64, dynamic_dims, cp_attention, pad_inputs)
+    asked = Asked(
+        precision or Precision(), outputs == "local", float64, dynamic_dims, cp_attention, pad_inputs, remat,
+        reshard_after_forward,
+    )  # fmt: skip
     return _program(model, spec, example_inputs, read_pins(placements, spec), asked, dump)
 
 
@@ -79,6 +89,8 @@ class Asked:
     dynamic_dims: DynamicDims | None
     cp_attention: str | None
     pad_inputs: bool
+    remat: Remat
+    reshard: Reshard
 
 
 def _program(
@@ -97,7 +109,7 @@ def _program(
     autocast, names = planning.ambient_autocast(model), pinned_names(model, pins)
     captured = capture(
         model, example, precision=asked.precision, float64=asked.float64, dynamic_dims=asked.dynamic_dims,
-        autocast=autocast, pinned=names,
+        autocast=autocast, pinned=names, remat=asked.remat, reshard=asked.reshard,
     )  # fmt: skip
     one_dtype(captured.graph)
     times = {"capture": time.perf_counter() - begin}
@@ -105,9 +117,9 @@ def _program(
     lists = frozenset(name for name, module in modules.items() if isinstance(module, nn.ModuleList))
     title = type(model).__name__
     job = pipeline.Job(
-        captured.graph, spec, asked.precision, pins, names, lists, _names(model, modules), title,
-        dict(model.named_buffers()), asked.local_outputs, not of_other_mode, asked.cp_attention,
-        asked.pad_inputs, times=times,
+        captured.graph, spec, asked.precision, pins, {**names, **captured.kept.marks()}, lists,
+        _names(model, modules), title, dict(model.named_buffers()), asked.local_outputs, not of_other_mode,
+        asked.cp_attention, asked.pad_inputs, captured.kept, times=times,
     )  # fmt: skip
     pipeline.run(job, folder)
     assert job.reference and job.emitted, "the pipeline has run all its steps"
@@ -132,6 +144,8 @@ def parallelize(
     dynamic_dims: DynamicDims | None = None,
     cp_attention: str | None = None,
     pad_inputs: bool = False,
+    remat: Remat = None,
+    reshard_after_forward: Reshard = True,
     init: str = "check",
     cuda_graph: bool = False,
 ) -> ParallelModule:
@@ -151,7 +165,8 @@ def parallelize(
     example = planning.examples(model) if example_inputs is None else example_inputs
     options: dict[str, Any] = dict(
         precision=precision, placements=placements, outputs=outputs, float64=float64, dynamic_dims=dynamic_dims,
-        cp_attention=cp_attention, pad_inputs=pad_inputs, world_size=torch.distributed.get_world_size(),
+        cp_attention=cp_attention, pad_inputs=pad_inputs, remat=remat, reshard_after_forward=reshard_after_forward,
+        world_size=torch.distributed.get_world_size(),
     )  # fmt: skip
     program = together(lambda: compile(model, mesh, example, **options))
     bare = planning.skeleton(model)  # the whole model's memory is the caller's to keep or to free
@@ -159,7 +174,10 @@ def parallelize(
     def other(training: bool) -> Program:
         """The program of the other mode, with the parameters where they lie already and modules as the user pinned."""
         pins = for_other_mode(read_pins(placements, program.mesh), {n: p.layout for n, p in program.parameters.items()})
-        asked = Asked(precision or Precision(), outputs == "local", float64, dynamic_dims, cp_attention, pad_inputs)
+        asked = Asked(
+            precision or Precision(), outputs == "local", float64, dynamic_dims, cp_attention, pad_inputs, remat,
+            reshard_after_forward,
+        )  # fmt: skip
         return _program(bare.train(training), program.mesh, example, pins, asked, of_other_mode=True)
 
     module = bind.bind(program, model, mesh, other, init)

@@ -8,8 +8,11 @@ import inspect
 import itertools
 import linecache
 import os
+import sys
+import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -292,17 +295,22 @@ def execute(
     """Run the emitted text as a module (tracebacks show its lines) and make its root, without some of its blocks."""
     name = f"<ndcompile {manifest.root} {hashlib.sha256(source.encode()).hexdigest()[:8]}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    namespace: dict[str, Any] = {"__name__": f"ndcompile_emitted_{manifest.root}"}
+    module = ModuleType(f"ndcompile_emitted_{manifest.root}_{next(_EXECUTED)}")
     with use(mesh):
-        exec(compile(source, name, "exec"), namespace)
+        exec(compile(source, name, "exec"), vars(module))
     shapes = {n: _shape_in_compute(plan, mesh) for n, plan in manifest.parameters.items()}
     state = State(
         mesh, parameters, buffers, shapes,
         as_dtype(manifest.compute), as_dtype(manifest.reduce), without=without,
     )  # fmt: skip
-    root = namespace[manifest.root](state)
+    root = vars(module)[manifest.root](state)
     assert isinstance(root, Root), f"{manifest.root} is the emitted root"
+    sys.modules[module.__name__] = module  # where torch.compile looks for what inlined functions read
+    weakref.finalize(root, sys.modules.pop, module.__name__, None)
     return root
+
+
+_EXECUTED = itertools.count()
 
 
 def _shape_in_compute(plan: ParameterPlan, mesh: Mesh) -> tuple[int, ...]:

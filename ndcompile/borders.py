@@ -38,6 +38,7 @@ from ndcompile.blocks import (
     form,
     tensors_of,
 )
+from ndcompile.checkpoints import Checkpoints
 from ndcompile.withheld import Withheld
 
 _LIBRARY = torch.library.Library("ndcompile", "DEF")
@@ -114,6 +115,7 @@ class Borders:
         self.blocks, self.once, self.withheld = blocks, once, withheld
         self.paths = {id(vars(module)): path for path, module in blocks.items()}
         self.describe = _Describer(model)
+        self.checkpoints = Checkpoints(bool(blocks))
         self.bodies: list[_Body] = []
         self.again: set[str] = set()
         """The blocks of which a call was not traced."""
@@ -126,7 +128,7 @@ class Borders:
         forwards = {cls: vars(cls).get("forward") for cls in classes}
         _TRACED.clear()
         for cls in forwards:
-            setattr(cls, "forward", self._marking(cls.forward))  # noqa: B010
+            setattr(cls, "forward", self._marking(cls, cls.forward))  # noqa: B010
         try:
             yield
         finally:
@@ -136,7 +138,15 @@ class Borders:
                 else:
                     setattr(cls, "forward", forward)  # noqa: B010
 
-    def _marking(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _marking(self, cls: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            """As the class has it: transformers' layers ask whether theirs is the class's own `forward`."""
+            marking, cls.forward = cls.forward, forward
+            try:
+                return forward(module, *args, **kwargs)
+            finally:
+                cls.forward = marking
+
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = self.paths.get(id(attributes(module)))
             if path is None or self.recording is not None:
@@ -147,9 +157,11 @@ class Borders:
             scope = self._scope(path)
             body = next((body for body in self.bodies if self._fits(body, scope, called)), None)
             if body is not None:
+                self.checkpoints.again(path, body.scope.path)
                 return self._again(body, path, tensors)
             body = _Body(len(self.bodies), scope, called, tensors)
-            return self._traced(body, tensors, lambda: forward(module, *args, **kwargs))
+            with self.checkpoints.block(path):
+                return self._traced(body, tensors, lambda: plain(module, *args, **kwargs))
 
         return call
 

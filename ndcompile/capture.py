@@ -27,6 +27,7 @@ from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
 from ndcompile.literals import write_literals
 from ndcompile.precision import Precision
 from ndcompile.regions import inline_regions
+from ndcompile.remat import Kept, Remat, Reshard, read_kept
 from ndcompile.twin import (
     WhereInputsAre,
     around_forward,
@@ -52,6 +53,8 @@ class Captured:
     """Inputs that are no tensors: the program is made for these values."""
     output_spec: pytree.TreeSpec
     training: bool
+    kept: Kept
+    """What the user, or else the model, asks to be recomputed in backward."""
 
 
 AS_WRITTEN = Precision()
@@ -66,6 +69,8 @@ def capture(
     dynamic_dims: DynamicDims | None = None,
     autocast: Autocast | None = None,
     pinned: Mapping[str, str] | None = None,
+    remat: Remat = None,
+    reshard: Reshard = True,
 ) -> Captured:
     """Trace the model in its present mode on meta tensors; the model is left as it is.
 
@@ -83,7 +88,8 @@ def capture(
     traced = dict(traced_inputs(named, symbols, torch.float64 if float64 else None))
     casts = (torch.float64, None) if float64 else (precision.compute, precision.of_inputs)
     given = _Given(example, named, symbols, traced, *casts)
-    exported, names = _in_a_way(lambda way: _traced(model, autocast, pinned or {}, given, way))
+    options = _Options(autocast, pinned or {}, remat, reshard)
+    exported, names, kept = _in_a_way(lambda way: _traced(model, options, given, way))
     graph = exported.graph_module
     count_places(graph)
     _refuse_values(graph)
@@ -95,7 +101,7 @@ def capture(
     spec = exported.call_spec.out_spec
     assert spec is not None, "export returns the structure of its outputs"
     plain = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
-    return Captured(graph, names, plain, spec, model.training)
+    return Captured(graph, names, plain, spec, model.training, kept)
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ WAYS = (_Way(once=True, withhold=True), _Way(once=True, withhold=False), _Way(on
 """From the quickest on."""
 
 
-_Traced = tuple[torch.export.ExportedProgram, tuple[str, ...]]
+_Traced = tuple[torch.export.ExportedProgram, tuple[str, ...], Kept]
 
 
 def _in_a_way(trace: Callable[[_Way], _Traced]) -> _Traced:
@@ -135,10 +141,25 @@ def _in_a_way(trace: Callable[[_Way], _Traced]) -> _Traced:
     return trace(WAYS[-1])
 
 
-def _traced(
-    model: nn.Module, autocast: Autocast | None, pinned: Mapping[str, str], given: _Given, way: _Way
-) -> _Traced:
-    """The graph with labelled placeholders, in which runs of equal blocks are folded; and the tensor inputs' names."""
+@dataclass(frozen=True)
+class _Options:
+    """Options that hold for blocks, and so tell them apart."""
+
+    autocast: Autocast | None
+    pinned: Mapping[str, str]
+    remat: Remat
+    reshard: Reshard
+
+    def kept(self, borders: Borders) -> Kept:
+        """Raises `CompileError` where the model checkpoints what is no block, and no option takes its place."""
+        if self.remat is None and borders.checkpoints.refused:
+            raise borders.checkpoints.refused
+        return read_kept(self.remat, self.reshard, borders.blocks, borders.checkpoints.blocks)
+
+
+def _traced(model: nn.Module, options: _Options, given: _Given, way: _Way) -> _Traced:
+    """The graph with labelled placeholders, in which runs of equal blocks are folded; the tensor inputs' names; what is
+    recomputed."""
     twin, constants = on_meta(model)
     if given.parameters is not None:
         cast_parameters(twin, given.parameters)
@@ -146,19 +167,21 @@ def _traced(
         cast_inputs(twin, given.inputs)
     blocks = blocks_of(twin)
     withheld = Withheld(twin, blocks if way.withhold else {})
-    exported = _export(twin, given, Borders(twin, blocks, way.once, withheld), withheld)
+    borders = Borders(twin, blocks, way.once, withheld)
+    exported = _export(twin, given, borders, withheld)
+    kept = options.kept(borders)
     graph = exported.graph_module
     _know_users(graph)
     tensors = dict(tensors_of(model))
     first = first_names(tensors)
     names = _label_placeholders(exported, tensors, first, list(given.named), constants)
     write_literals(graph)
-    inline_regions(graph, autocast)
+    inline_regions(graph, options.autocast)
     spell_out(graph)
     plain = all(node.meta["autocast"] is None for node in graph.graph.nodes)  # casts may differ between rounds
     mark_views(graph)
-    fold(graph, model, first, pinned, drop=plain)
-    return exported, names
+    fold(graph, model, first, {**options.pinned, **kept.marks()}, drop=plain)
+    return exported, names, kept
 
 
 def _export(model: nn.Module, given: _Given, borders: Borders, withheld: Withheld) -> torch.export.ExportedProgram:
@@ -174,9 +197,10 @@ def _export(model: nn.Module, given: _Given, borders: Borders, withheld: Withhel
     shapes = pytree.tree_unflatten(dims, spec)
     bound.arguments.update(pytree.tree_unflatten(list(given.traced.values()), spec))
     plain = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
-    modes = around_forward(model, WhereInputsAre), around_forward(model, withheld.watching)
+    seen = borders.checkpoints
+    modes = around_forward(model, lambda: WhereInputsAre(seen.op)), around_forward(model, withheld.watching)
     try:
-        with plain[0], plain[1], modes[0], modes[1], withheld.emptied(), borders.marked():
+        with plain[0], plain[1], modes[0], modes[1], withheld.emptied(), borders.marked(), seen.seen():
             exported = torch.export.export(model, bound.args, bound.kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # whatever stops the tracer is an error of the model's, told as one
         if withheld.asked:

@@ -20,7 +20,7 @@ from ndcompile.demo.train import PRECISIONS, Settings
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshError
 from ndcompile.models import in_float64, load_model
-from ndcompile.tables import collectives_table, duties_table, parameters_table, print_source
+from ndcompile.tables import collectives_table, duties_table, memory_table, parameters_table, print_source
 from ndcompile.verify.graph_mutants import GraphMutant, graph_mutants
 from ndcompile.verify.mutants import Mutant, mutants
 from ndcompile.verify.score import Judge, Score
@@ -65,15 +65,21 @@ def inspect(
     mesh: Mesh,
     source: Annotated[bool, typer.Option(help="Print the emitted source.")] = True,
     out: Annotated[Path | None, typer.Option(help="Also write the emitted source to this file.")] = None,
+    remat: Annotated[str | None, typer.Option(help="none, block, or what is saved: linear,attention.")] = None,
+    reshard: Annotated[bool, typer.Option(help="Give gathered weights back after forward.")] = True,
+    at: Annotated[str, typer.Option(help="Sizes at which memory is told, for example 'b=4, s=8192'.")] = "",
 ) -> None:
-    """Show what a model becomes on a mesh, without running it: collectives, parameters on a rank, who reduces which
-    gradient, source.
+    """Show what a model becomes on a mesh, without running it: collectives, parameters on a rank, its memory, who
+    reduces which gradient, source.
     """
     with user_errors():
         made, example_inputs = load_model(model)
-        program = nd.compile(made, mesh, example_inputs)
+        saved = remat if remat in (None, "none", "block") else tuple(remat.replace(" ", "").split(","))
+        program = nd.compile(made, mesh, example_inputs, remat=saved, reshard_after_forward=reshard)
+        memory = memory_table(program, _sizes(at))
     console.print(collectives_table(program))
     console.print(parameters_table(program))
+    console.print(memory)
     console.print(duties_table(program))
     for mask in program.dense_masks():
         console.print(f"{mask}   {mask.source}", markup=False)
@@ -138,6 +144,14 @@ def mutate(
     for mutant, verdict in found.unseen:
         console.print(Text(f"{verdict}: {mutant}"), soft_wrap=True)
     raise typer.Exit(0 if found.score == 1 else 1)
+
+
+def _sizes(text: str) -> dict[str, int]:
+    """`b=4, s=8192`."""
+    pairs = [part.partition("=") for part in text.replace(" ", "").split(",") if part]
+    if wrong := [name for name, _, size in pairs if not size.isdigit() or int(size) < 1]:
+        raise typer.BadParameter(f"'{wrong[0]}' has no size", param_hint="--at")
+    return {name: int(size) for name, _, size in pairs}
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from ndcompile.passes.localize_sizes import localize_sizes
 from ndcompile.passes.lower_losses import lower_losses
 from ndcompile.passes.lower_recurrent import lower_recurrent
 from ndcompile.passes.mark_blocks import mark_blocks
+from ndcompile.passes.mark_recomputed import mark_recomputed
 from ndcompile.passes.measure_values import measure_values
 from ndcompile.passes.pad_inputs import pad_inputs
 from ndcompile.passes.propagate_layouts import propagate_layouts
@@ -39,6 +40,7 @@ from ndcompile.passes.share_sequences import share_sequences
 from ndcompile.passes.split_axes import split_axes
 from ndcompile.pins import Pins
 from ndcompile.precision import Precision
+from ndcompile.remat import Kept
 from ndcompile.rules.registry import signature
 
 Check = Callable[[fx.GraphModule, MeshSpec], None]
@@ -61,6 +63,7 @@ class Job:
     all_pins_match: bool = True
     cp_attention: str | None = None
     pad_inputs: bool = False
+    kept: Kept = field(default_factory=lambda: Kept({}))
     reference: fx.GraphModule | None = None
     emitted: Emitted | None = None
     problems: dict[str, Problem] = field(default_factory=dict)
@@ -139,6 +142,7 @@ PIPELINE: tuple[Step, ...] = (
         ),
     ),
     Step("choose_attention", lambda job: choose_attention(job.graph, job.mesh, job.cp_attention)),
+    Step("mark_recomputed", lambda job: mark_recomputed(job.graph, job.kept)),
     Step("codegen", _emit),
 )
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -24,7 +24,11 @@ from ndcompile.mesh import MeshSpec
 from ndcompile.passes.localize_sizes import localize_sizes
 from ndcompile.placement import Layout
 from ndcompile.reference import Reference
+from ndcompile.remat import Policy
 from ndcompile.runtime.manifest import Manifest, ParameterPlan
+
+if TYPE_CHECKING:
+    from ndcompile.footprint import Memory
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,28 @@ class Program:
     def explain(self, name: str) -> str:
         """Why a parameter or module has its placement: each alternative, and what the program would cost with it."""
         return explain(self.graph, self.problems, name)
+
+    def memory(
+        self,
+        sizes: Mapping[str, int] | None = None,
+        *,
+        remat: Policy | None = None,
+        reshard_after_forward: bool | None = None,
+    ) -> Memory:
+        """What a training step needs of rank 0's memory, in bytes; nothing runs, and nothing is allocated.
+
+        `sizes` are those of the symbols, by default the nominal ones of `ndcompile.cost`: `b` of a data-parallel rank's
+        batch, `s` of the whole sequence. `remat` and `reshard_after_forward` ask about another choice than the
+        program's, for all blocks alike.
+
+        >>> import ndcompile as nd
+        >>> program = nd.compile(torch.nn.Linear(4, 6), "dp_shard=2", torch.randn(2, 4))
+        >>> program.memory({"b": 8}).optimizer  # twice 3 × 4 and twice 3 numbers; each has at least 512 bytes
+        2048
+        """
+        from ndcompile.footprint import memory
+
+        return memory(self, sizes, remat=remat, reshard_after_forward=reshard_after_forward)
 
     def one_device(self, model: torch.nn.Module) -> Reference:
         """The reference graph as a module on one device, with the model's own parameters: what is compared against."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
+from ndcompile.cost import NOMINAL
 from ndcompile.duties import Duties
+from ndcompile.footprint import Memory, choices
 from ndcompile.listing import Collective, amount, collectives_rows, nominal_sizes
 from ndcompile.program import Program
 
@@ -53,6 +56,19 @@ def parameters_table(program: Program) -> Table:
     table.add_column("bytes", f"{total:,}", justify="right")
     for layout, found in sorted(sizes.items()):
         table.add_row(layout, str(len(found)), amount(sum(found)), f"{sum(found):,}")
+    return table
+
+
+def memory_table(program: Program, sizes: Mapping[str, int]) -> Table:
+    """What a training step needs of a rank, as the program is, and with other choices of what is recomputed."""
+    told = ", ".join(f"{name} = {size}" for name, size in {**NOMINAL, **sizes}.items())
+    caption = f"eager, at {told}; b is a rank's batch; optimizer: AdamW; activations: kept from forward to backward"
+    table = Table(title="memory of one rank in a training step", caption=caption)
+    for name in ("recomputed", "weights", *(field.name for field in fields(Memory))):
+        table.add_column(name, justify="left" if name in ("recomputed", "weights") else "right")
+    for choice in choices(program, sizes):
+        numbers = [amount(size) for size in vars(choice.memory).values()]
+        table.add_row(choice.recomputed, choice.weights, *numbers)
     return table
 
 

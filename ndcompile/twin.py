@@ -32,7 +32,14 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+    after = [hook for hook in module._forward_hooks.values() if not _only_asks_for_gradients(hook)]
+    return any((after, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
+def _only_asks_for_gradients(hook: Any) -> bool:
+    """What `gradient_checkpointing_enable` of transformers puts on embeddings, for checkpoints that are reentrant."""
+    name = f"{hook.__module__}.{getattr(hook, '__name__', '')}"
+    return name == "transformers.modeling_utils.make_inputs_require_grads"
 
 
 def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
@@ -180,11 +187,17 @@ class WhereInputsAre(TorchFunctionMode):
     """Tensors that a model makes without saying a device are made where its inputs are: while traced, on meta.
 
     Those that it makes of values are made with them, and then moved: the values stay in the graph, as a constant.
+    `called` is told of every function.
     """
+
+    def __init__(self, called: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._called = called
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self._called(function)
         kwargs = kwargs or {}
         device = kwargs.get("device")
         if function in VALUED and not (args and isinstance(args[0], Tensor)):

@@ -56,10 +56,23 @@ def test_inspect_takes_a_transformers_configuration(ndcompile: Callable[..., Res
     assert "model.layers.0 … model.layers.1 (each of 2)" in done.stdout
 
 
+def test_inspect_tells_memory_for_each_choice(ndcompile: Callable[..., Result]):
+    done = ndcompile(
+        "inspect", "tests.models:stack_and_tokens", "--mesh", "dp_shard=2", "--remat", "linear", "--at", "b=2"
+    )
+    assert done.exit_code == 0, done.output
+    assert '@recomputed(save=("linear",))' in done.stdout
+    rows = [line for line in done.stdout.splitlines() if line.startswith("│ ") and line.count("│") == 9]
+    choices = ["as compiled", *("nothing", "all but", "blocks")]
+    assert all(any(choice in row for row in rows) for choice in choices), done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("inspect", "my_models:mlp", "--mesh", "tpp=2"), "unknown axis 'tpp'"),
+        (("inspect", "my_models:mlp", "--mesh", "tp=2", "--at", "b=x"), "'b' has no size"),
+        (("inspect", "my_models:mlp", "--mesh", "tp=2", "--at", "q=2"), "no input of the model has a size 'q'"),
         (("inspect", "my_models:none", "--mesh", "tp=2"), "cannot find 'my_models:none'"),
         (("inspect", "my_models:nothing", "--mesh", "tp=2"), "my_models:nothing returned int"),
         (("inspect", "my_models", "--mesh", "tp=2"), "cannot read a model from 'my_models'"),

@@ -123,7 +123,7 @@ def test_commands_parse(page: str, text: str) -> None:
 
 
 def test_errors_are_quoted_from_their_tests() -> None:
-    told = (ROOT / "tests" / "test_bad_input.py").read_text() + (ROOT / "tests" / "test_mesh.py").read_text()
+    told = "".join((ROOT / "tests" / f"test_{name}.py").read_text() for name in ("bad_input", "mesh", "checkpoints"))
     for block in blocks(PAGES["errors"], "text"):
         for line in block.splitlines():
             assert line.startswith("  source  ") or line in told, f"no test has: {line}"

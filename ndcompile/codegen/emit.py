@@ -101,11 +101,18 @@ class _Emitter:
             passed = ", ".join(["w", *parameters])
             lines += [f"    def forward(self{', ' + given if given else ''}):"]
             lines += [f"        # {text}" for text in self._bucket_comments(segment)]
-            lines += ["        with self.gathered() as w:"]
+            lines += [f"        with self.gathered({'reshard=False' if segment.gathered else ''}) as w:"]
             lines += [f"            return self.compute({passed})", ""]
-            lines += ["    @staticmethod", f"    def compute({passed}):"]
+            lines += ["    @staticmethod", *self._recomputed(segment), f"    def compute({passed}):"]
             lines += [*indented(body, 8), f"        return {result}"]
         return lines
+
+    def _recomputed(self, segment: Segment) -> list[str]:
+        """What stands over a block's `compute` where backward recomputes it."""
+        if segment.saved is None:
+            return []
+        self.runtime.add("recomputed")
+        return [f"    @recomputed(save={segment.saved!r})".replace("'", '"') if segment.saved else "    @recomputed"]
 
     def _class_name(self, segment: Segment) -> str:
         if segment.kind not in self.class_names:
@@ -355,7 +362,8 @@ class _Emitter:
             return [f"{target}self.{title}({', '.join(given)})"]
         comments = [f"# {text}" for text in self._bucket_comments(segment)]
         call = f"    {target}self.{title}({', '.join(['w', *given])})"
-        return [*comments, f'with self.gathered("{title}") as w:', call]
+        stays = ", reshard=False" if segment.gathered else ""
+        return [*comments, f'with self.gathered("{title}"{stays}) as w:', call]
 
 
 def _one_function(one: Segment, two: Segment) -> bool:

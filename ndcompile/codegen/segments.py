@@ -35,6 +35,10 @@ class Segment:
     outputs: list[fx.Node] = field(default_factory=list)
     ports: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """A block's names for the values that it takes from outside."""
+    saved: tuple[str, ...] | None = None
+    """The results that are kept of a block that backward recomputes."""
+    gathered: bool = False
+    """Whether its gathered weights stay until backward."""
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -57,6 +61,7 @@ def segments(graph: fx.GraphModule) -> list[Segment]:
         segment = found.setdefault(number, fresh)
         if segment.kind is None:
             segment.kind = node.meta.get("kind")
+        segment.saved, segment.gathered = node.meta.get("saved"), node.meta.get("gathered", False)
         if not node.meta.get("bucket"):
             segment.nodes.append(node)
     listed = [found[number] for number in sorted(found)]

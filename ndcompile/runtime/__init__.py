@@ -30,6 +30,7 @@ from ndcompile.runtime.mesh import Mesh, Ranks, current, use
 from ndcompile.runtime.norm import batch_norm, moving_average
 from ndcompile.runtime.random import draw_key, dropout, fold, keep_mask, uniform_bits
 from ndcompile.runtime.recurrent import gru, lstm, rnn_relu, rnn_tanh
+from ndcompile.runtime.remat import recomputed
 from ndcompile.runtime.sequence import positions
 from ndcompile.runtime.way import Weight, weight
 from ndcompile.runtime.weights import Bucket, StaleWeights
@@ -75,6 +76,7 @@ __all__ = [
     "partial",
     "partial_invariant",
     "positions",
+    "recomputed",
     "reduce_scatter",
     "rnn_relu",
     "rnn_tanh",

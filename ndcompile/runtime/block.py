@@ -79,14 +79,14 @@ class State:
             bucket.flush(harvest)
 
     @contextmanager
-    def gathered(self, bucket: Bucket) -> Iterator[tuple[Tensor, ...]]:
+    def gathered(self, bucket: Bucket, reshard: bool) -> Iterator[tuple[Tensor, ...]]:
         """The bucket's weights; the first pass learns the order of buckets, so that later ones gather ahead."""
         if bucket not in self.order:
             if self.order:
                 self.order[-1].next, bucket.previous = bucket, self.order[-1]
             self.order.append(bucket)
-        keep = self._ordered and bucket is self.order[-1]  # backward asks for it at once
-        with bucket.gathered(self._harvest, keep, self.accumulating) as weights:
+        soon = self._ordered and bucket is self.order[-1]  # backward asks for it at once
+        with bucket.gathered(self._harvest, soon or not reshard, self.accumulating) as weights:
             yield weights
 
 
@@ -123,9 +123,9 @@ class Block:
         return self.forward(*args)
 
     @torch.compiler.disable
-    def gathered(self) -> Uncompiled:
-        """The block's weights, for the length of a with-block."""
-        return Uncompiled(self._state.gathered(self._bucket))
+    def gathered(self, reshard: bool = True) -> Uncompiled:
+        """The block's weights, for the length of a with-block; with `reshard=False` backward finds them there still."""
+        return Uncompiled(self._state.gathered(self._bucket, reshard))
 
     def buffer(self, name: str) -> Tensor:
         """The block's own buffer of that name."""
@@ -149,9 +149,9 @@ class Root:
         self._blocks = {path: kind(state, path) for path, kind in every.items() if path not in state.without}
 
     @torch.compiler.disable
-    def gathered(self, title: str) -> Uncompiled:
-        """The weights of one stretch of the root, for the length of a with-block."""
-        return Uncompiled(self._state.gathered(self._buckets[title]))
+    def gathered(self, title: str, reshard: bool = True) -> Uncompiled:
+        """The weights of one stretch of the root, for the length of a with-block; see `Block.gathered`."""
+        return Uncompiled(self._state.gathered(self._buckets[title], reshard))
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *inputs: Tensor) -> Any:

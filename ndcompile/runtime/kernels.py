@@ -56,10 +56,15 @@ def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
 # ---- on CUDA ---------------------------------------------------------------------------------------------------------
 
 
+def _on_gpu(x: Tensor) -> bool:
+    """Also one without memory, which stands for it."""
+    return x.is_cuda or x.is_meta
+
+
 def _half(*tensors: Tensor, at_most: int) -> bool:
     """Whether these are 16-bit CUDA tensors, of head dims that kernels can read."""
     return all(
-        x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.shape[-1] % 8 == 0 and x.shape[-1] <= at_most
+        _on_gpu(x) and x.dtype in (torch.bfloat16, torch.float16) and x.shape[-1] % 8 == 0 and x.shape[-1] <= at_most
         for x in tensors
     )
 
@@ -109,7 +114,7 @@ def _flash_backward(
 
 
 def _efficient_takes(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> bool:
-    aligned = all(x.is_cuda and x.shape[-1] % 8 == 0 and x.dtype != torch.float64 for x in (q, k, v))
+    aligned = all(_on_gpu(x) and x.shape[-1] % 8 == 0 and x.dtype != torch.float64 for x in (q, k, v))
     return aligned and _lets_through("efficient")
 
 
@@ -207,7 +212,7 @@ def _lets_through(name: str) -> bool:
     backends = torch.backends.cuda
     if name == "cpu":
         return backends.flash_sdp_enabled()
-    capability = torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     if name == "cudnn":
         return backends.cudnn_sdp_enabled() and capability >= (9, 0)
     return (

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import (
@@ -263,6 +264,32 @@ def spin(seconds: float) -> None:
     torch.cuda._sleep(int(seconds * 1.5e9))
 
 
+@contextmanager
+def checkpoint_calls(noted: Callable[[bool], AbstractContextManager[None]]) -> Iterator[None]:
+    """Inside, `torch.utils.checkpoint.checkpoint`, by whatever name it is known, calls its function in `noted(…)`.
+
+    What `noted` is given says whether the call has a policy of its own.
+    """
+    owner = torch.utils.checkpoint
+    before = owner.CheckpointFunction, owner._checkpoint_without_reentrant_generator
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            with noted(False):
+                return function(*args)
+
+    def other(function: Any, preserve: bool = True, context_fn: Any = None, *_: Any, **__: Any) -> Iterator[None]:
+        with noted(context_fn not in (None, owner.noop_context_fn)):
+            yield
+
+    owner.CheckpointFunction, owner._checkpoint_without_reentrant_generator = Reentrant, other  # type: ignore
+    try:
+        yield
+    finally:
+        owner.CheckpointFunction, owner._checkpoint_without_reentrant_generator = before  # type: ignore
+
+
 _aten = torch.ops.aten
 ATTENTION = {
     "cudnn": (
@@ -283,3 +310,13 @@ ATTENTION = {
     ),
 }
 """torch's attention kernels, which also give the log-sum-exp of the scores, each with its backward."""
+
+COLLECTIVES = {
+    "all_gather": _ops.all_gather_into_tensor.default,
+    "reduce_scatter": _ops.reduce_scatter_tensor.default,
+    "all_reduce": _ops.all_reduce.default,
+    "all_to_all": _ops.all_to_all_single.default,
+}
+"""The op that starts each kind of collective."""
+
+GROUPED_MM = _aten._grouped_mm.default

@@ -267,6 +267,7 @@ REPLACED: dict[str, tuple[tuple[str, str], ...]] = {
     "local size in place of a global one": tuple((f" // {a}.size", "") for a in KINDS),
     "a mask that is not causal": ((", 0.0, True", ", 0.0, False"), ("causal=True", "causal=False")),
     "two chunks as one part": ((", balanced=True", ""), (", balanced_target=True", "")),
+    "backward recomputes from other values": (("@recomputed", "@wrong.recomputed"),),
 }
 """Operators on what is no call: pieces of text, each occurrence a site."""
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ndcompile.runtime import private
+
 
 @dataclass
 class Value:
@@ -62,7 +64,7 @@ def pure_functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
 
 @contextmanager
 def traced(source: str) -> Iterator[list[Call]]:
-    """Record every value of the pure functions that this thread calls inside the block, in order."""
+    """Record every value of the pure functions that this thread calls in a forward inside the block, in order."""
     lines, functions = statements(source), {f.lineno: f.name for f in pure_functions(ast.parse(source))}
     starts = {f.decorator_list[0].lineno for f in pure_functions(ast.parse(source))} | set(functions)
     calls: list[Call] = []
@@ -71,6 +73,8 @@ def traced(source: str) -> Iterator[list[Call]]:
         code = frame.f_code
         if not code.co_filename.startswith("<ndcompile") or code.co_firstlineno not in starts:
             return None
+        if private.in_backward():
+            return None  # a recomputation
         call = Call(code.co_name)
         calls.append(call)
         if "w" in code.co_varnames[:1]:

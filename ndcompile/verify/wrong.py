@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ndcompile import runtime
 from ndcompile.runtime import Ranks, private, shard
 
 
@@ -100,3 +102,15 @@ class _Changed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.run(gradient), None, None
+
+
+def recomputed(function: Callable[..., Any] | None = None, *, save: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """What backward recomputes, it recomputes from other values than forward had."""
+    if function is None:
+        return partial(recomputed, save=save)
+
+    def compute(w: Any, *values: Tensor) -> Any:
+        others = [2 * x if x.is_floating_point() else x for x in values]  # in forward too: the same ops both times
+        return function(w, *(others if private.in_backward() else values))
+
+    return runtime.recomputed(compute, save=save)

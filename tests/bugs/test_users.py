@@ -73,25 +73,38 @@ def test_tied_tables_on_tp(pins: tuple[tuple[str, Placement], ...]) -> None:
     assert list(found.program.parameters) == ["tokens.weight", "norm.weight", "norm.bias"]
 
 
-class Adapted(nn.Module):
-    """A frozen model with small trained matrices beside its own, whose layer is computed again in backward."""
+class AdaptedLayer(nn.Module):
+    """A frozen layer with small trained matrices beside its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.requires_grad_(False)
         self.up_a, self.up_b = nn.Linear(WIDTH, 3, bias=False), nn.Linear(3, 16, bias=False)
         self.down_a, self.down_b = nn.Linear(16, 3, bias=False), nn.Linear(3, WIDTH, bias=False)
 
-    def mlp(self, x: Tensor) -> Tensor:
-        h = F.gelu(self.up(x) + self.up_b(self.up_a(x)))
-        return self.down(h) + self.down_b(self.down_a(h))
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        h = F.gelu(self.up(y) + self.up_b(self.up_a(y)))
+        return x + self.down(h) + self.down_b(self.down_a(h))
+
+
+class Adapted(nn.Module):
+    """A frozen model whose layers have adapters, and are computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.layers = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(AdaptedLayer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        for module in (self.tokens, self.head):
+            module.requires_grad_(False)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Results:
         x = self.tokens(ids)
-        logits = self.head(x + checkpoint(self.mlp, self.norm(x), use_reentrant=False))
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        logits = self.head(x)
         return {"loss": cross_entropy(logits, labels), "logits": logits}
 
 
@@ -99,7 +112,8 @@ def test_frozen_layers_with_adapters_and_checkpointing() -> None:
     found = situation(Adapted, batch, "dp_shard=2, cp=2")
     found.assert_equal()
     trained = {name for name, plan in found.program.manifest.parameters.items() if plan.requires_grad}
-    assert trained == {"up_a.weight", "up_b.weight", "down_a.weight", "down_b.weight"}
+    assert trained == {f"layers.{i}.{way}_{m}.weight" for i in (0, 1) for way in ("up", "down") for m in "ab"}
+    assert "    @recomputed\n" in str(found.program)
 
 
 def test_meshes_whose_axes_have_no_common_size() -> None:

@@ -41,10 +41,16 @@ class Case:
     float64: bool = True
     length: int | None = None
     """Sequences of this length, which the mesh need not divide."""
+    remat: str | tuple[str, ...] | None = None
+    reshard: bool = True
 
     def __str__(self) -> str:
-        length = "" if self.length is None else f", {self.length} tokens"
-        return f"{self.model} on {self.mesh}, {'float64' if self.float64 else 'float32'}{length}"
+        how = [
+            "" if self.length is None else f", {self.length} tokens",
+            "" if self.remat is None else f", remat={self.remat}",
+            "" if self.reshard else ", weights kept",
+        ]
+        return f"{self.model} on {self.mesh}, {'float64' if self.float64 else 'float32'}{''.join(how)}"
 
 
 @dataclass
@@ -98,8 +104,10 @@ def make(case: Case) -> tuple[nn.Module, Batch]:
 def prepare(case: Case, folder: Path) -> Path:
     """Compile the case, and train on one device in float64 (and in the case's dtype); all goes to `folder`."""
     model, batch = make(case)
-    padded = case.length is not None
-    nd.compile(model, case.mesh, batch, float64=case.float64, pad_inputs=padded).save(folder / "program.py")
+    options: dict[str, Any] = dict(
+        remat=case.remat, reshard_after_forward=case.reshard, pad_inputs=case.length is not None
+    )
+    nd.compile(model, case.mesh, batch, float64=case.float64, **options).save(folder / "program.py")
     torch.save(on_one_device(case.model, case.float64, case.length), folder / "steps.pt")
     torch.save(case, folder / "case.pt")
     return folder
