@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ndcompile import checks, pipeline, planning
+from ndcompile import checks, pipeline
 from ndcompile.duties import duties
 from ndcompile.errors import CompileError
 from ndcompile.program import Program
+from ndcompile.request import check_option
 from ndcompile.verify import own_dtypes
 from ndcompile.verify.arithmetic import PRIME, Domain, Field, Float64, NotInDomain, ZeroDenominator
 from ndcompile.verify.compare import Comparison, compare
@@ -117,7 +118,7 @@ def _not_checked(exact: _Layer, wanted: Sequence[str]) -> list[str]:
 
 def _asked_for(program: Program, also: Sequence[str]) -> list[str]:
     for name in also:
-        planning.check_option("also", name, tuple(ALSO))
+        check_option("also", name, tuple(ALSO))
     return list(dict.fromkeys([*also, *(["dtypes"] if program.manifest.compute else [])]))
 
 
