@@ -22,7 +22,7 @@ FUNCTIONS = frozenset("eval exec open input globals __import__ compile".split())
 def asked_for(function: types.FunctionType, name: str, value: Any) -> str | None:
     """What of the outside a function reaches through one of the globals that it reads."""
     if value is None and name.startswith("import "):
-        return f"{name[7:]}, which it imports only then,"
+        return f"module {name[7:]}, which it loads as it runs"
     if name in FUNCTIONS and value is vars(builtins).get(name):
         return name
     if isinstance(value, types.ModuleType) and not _is_outside(value.__name__):

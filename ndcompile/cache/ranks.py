@@ -32,8 +32,11 @@ def program_for_all(request: Request, store: Store | None) -> Program:
     if why_not:
         LOG.info("each rank compiles %s for itself: %s", type(request.model).__name__, why_not)
         return together(lambda: program_of(request, store, key=key))
-    program = program_of_rank_0(request, store, key)
-    return program if program is not None else together(lambda: program_of(request, store, key=key))
+    own, text = _of_rank_0(request, store, key)
+    if text is not None:
+        return own or recalled(text, request)
+    LOG.info("each rank compiles %s for itself: %s", type(request.model).__name__, form.WHY_NOT)
+    return together(lambda: own or program_of(request, store, key=key))
 
 
 def _why_not(asked: list[Key | str]) -> str:
@@ -47,8 +50,8 @@ def _why_not(asked: list[Key | str]) -> str:
     return ""
 
 
-def program_of_rank_0(request: Request, store: Store | None, key: Key | str) -> Program | None:
-    """The program that rank 0 compiles, or the error that it raises; None where its program cannot be handed on."""
+def _of_rank_0(request: Request, store: Store | None, key: Key | str) -> tuple[Program | None, str | None]:
+    """Rank 0's program, there as it is and everywhere as text (None where it has none); or the error that it raises."""
     own: Program | None = None
     told: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -56,17 +59,13 @@ def program_of_rank_0(request: Request, store: Store | None, key: Key | str) -> 
             own = program_of(request, store, key=key)
             told = [form.written(own), None]
         except Exception as error:  # raised on every rank, which would else wait
-            told = [None, _portable(error)]
-            dist.broadcast_object_list(told)
+            dist.broadcast_object_list([None, _portable(error)])
             raise
     dist.broadcast_object_list(told)
     text, failure = told
     if failure is not None:
         raise failure
-    if text is None:
-        LOG.info("each rank compiles %s for itself: %s", type(request.model).__name__, form.WHY_NOT)
-        return None
-    return own or recalled(text, request)
+    return own, text
 
 
 def _portable(error: Exception) -> Exception:

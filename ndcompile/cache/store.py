@@ -40,10 +40,10 @@ class Store:
             if path.stat().st_uid != os.getuid():
                 LOG.warning("%s is another user's, and is not read", path)
                 return None
-            head, _, text = path.read_text().partition("\n")
+            head, _, text = path.read_text(errors="replace").partition("\n")
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             LOG.warning("%s cannot be read: %s", path, error)
             return None
         if head != _head(key, text):

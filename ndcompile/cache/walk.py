@@ -8,6 +8,7 @@ seen raises `Unseen` where the user's code or the model holds it; in code of ins
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import types
 from collections import deque
@@ -208,7 +209,7 @@ class Walk:
                 continue
             outside = asked_for(function, name, value) if place == origin.USER else None
             if outside:
-                raise Unseen(f"{way} reads {outside}, which a program cannot be kept for")
+                raise Unseen(f"{way} reads {outside}: a program cannot be kept for that")
             self.say("reads", name)
             self.value(value, strict, f"{way}, '{name}' that it reads")
 
@@ -310,10 +311,20 @@ def _is_known(holder: Any) -> bool:
     return closed and (isinstance(holder, types.ModuleType) or origin.reference(holder) is not None)
 
 
-HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code made
-
-
 def _made_in_python(value: Any) -> bool:
-    """Whether an object's state is all in its attributes."""
-    line = [cls for cls in type(value).__mro__[:-1] if cls is not types.SimpleNamespace]
-    return all(cls.__flags__ & HEAP_TYPE for cls in line)
+    """Whether an object's state is all in its attributes: no class that it is of was written in another language."""
+    return all(map(_is_python, type(value).__mro__[:-1])) and all(map(_is_python, type(type(value)).__mro__[:-2]))
+
+
+@functools.cache
+def _is_python(cls: type) -> bool:
+    own = (v for n, v in vars(cls).items() if n not in ("__dict__", "__weakref__"))
+    native = any(isinstance(v, NATIVE) and v.__objclass__ is cls for v in own)
+    return cls is types.SimpleNamespace or (bool(cls.__flags__ & HEAP_TYPE) and not native)
+
+
+HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was made as the program runs
+NATIVE = (
+    types.MethodDescriptorType, types.ClassMethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType
+)  # fmt: skip
+"""Members of classes that are not written in Python."""
