@@ -35,8 +35,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "regions": {"autocast"},
     "literals": {"runtime"},
     "loss": set(),
+    "objects": set(),
     "withheld": {"blocks"},
-    "borders": {"blocks", "withheld"},
+    "borders": {"blocks", "objects", "withheld"},
     "fold": {"blocks", "borders"},
     "capture": {"size", "autocast", "inputs", "twin", "regions", "functional", "literals", "counts"}
     | {"blocks", "withheld", "borders", "fold"},
@@ -48,6 +49,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "problem": {"rules", "axes", "choose", "cost", "placement", "mesh", "size", "fold"},
     "pins": {"axes", "placement", "mesh"},
     "heads": {"rules"},
+    "request": {"autocast", "inputs", "mesh", "pins", "precision", "twin"},
+    "compiler": {"capture", "codegen", "pins", "pipeline", "planning", "program", "request"},
+    "cache": {
+        "compiler",
+        "inputs",
+        "mesh",
+        "objects",
+        "placement",
+        "precision",
+        "program",
+        "request",
+        "rules",
+        "runtime",
+        "twin",
+        "autocast",
+    },
     "bind": {"runtime", "program", "placement", "mesh", "size"},
 }
 """Part → the parts that it may import, besides itself and `errors`. Parts that are not named may import any."""

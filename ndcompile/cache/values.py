@@ -52,6 +52,7 @@ def _tensor(walk: Walk, value: Tensor, strict: bool, way: str) -> None:
     if not is_whole(value):
         return walk.unseen(value, strict, way)
     walk.say("tensor", type(value).__name__, *form(value), "meta" if value.is_meta else digest(value))
+    walk.state(value, strict, way)
 
 
 def is_whole(tensor: Tensor) -> bool:

@@ -8,7 +8,6 @@ seen raises `Unseen` where the user's code or the model holds it; in code of ins
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import types
 from collections import deque
@@ -17,12 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ndcompile.cache import code, origin
 from ndcompile.cache.outside import asked_for
 from ndcompile.cache.values import describer, is_plain
+from ndcompile.objects import made_in_python
 from ndcompile.runtime import private
 from ndcompile.twin import has_hooks
 
@@ -117,12 +117,19 @@ class Walk:
                 self.names.add(value)
         elif id(value) in self.own:
             self.say("the model's", self.own[id(value)])
+            self._beside(value, strict, way)
         elif id(value) in self._numbers:
             self.say("again", self._numbers[id(value)])
         else:
             self._numbers[id(value)] = len(self._numbers)
             self._kept.append(value)
             self._first_time(value, strict, way)
+
+    def _beside(self, tensor: Tensor, strict: bool, way: str) -> None:
+        """What was put on a parameter or buffer as attributes; told once."""
+        if vars(tensor) and id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self._numbers)
+            self.state(tensor, strict, way)
 
     def _first_time(self, value: Any, strict: bool, way: str) -> None:
         describe = describer(value)
@@ -137,7 +144,7 @@ class Walk:
         elif isinstance(value, nn.Module):
             self._object_of(value)
             self._later.append(lambda: self._layer(value, strict, way))
-        elif _made_in_python(value):
+        elif made_in_python(value):
             self._object(value, strict, way)
         else:
             self.unseen(value, strict, way)
@@ -309,22 +316,3 @@ def _is_known(holder: Any) -> bool:
     module = holder.__module__ if isinstance(holder, type) else holder.__name__
     closed = origin.of_module(module) == origin.CLOSED and origin.package_of(module) != "torch"
     return closed and (isinstance(holder, types.ModuleType) or origin.reference(holder) is not None)
-
-
-def _made_in_python(value: Any) -> bool:
-    """Whether an object's state is all in its attributes: no class that it is of was written in another language."""
-    return all(map(_is_python, type(value).__mro__[:-1])) and all(map(_is_python, type(type(value)).__mro__[:-2]))
-
-
-@functools.cache
-def _is_python(cls: type) -> bool:
-    own = (v for n, v in vars(cls).items() if n not in ("__dict__", "__weakref__"))
-    native = any(isinstance(v, NATIVE) and v.__objclass__ is cls for v in own)
-    return cls is types.SimpleNamespace or (bool(cls.__flags__ & HEAP_TYPE) and not native)
-
-
-HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was made as the program runs
-NATIVE = (
-    types.MethodDescriptorType, types.ClassMethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType
-)  # fmt: skip
-"""Members of classes that are not written in Python."""

@@ -1,10 +1,11 @@
-"""Seconds of each stage of a compilation, and its peak memory, for Llamas of several depths on the meta device.
+"""Seconds of each stage of a compilation, its peak memory, and the second start, for Llamas of several depths.
 
     python -m tests.bench.compile_time
     python -m tests.bench.compile_time --layers 2,8 --hidden 512 --mesh "dp_shard=2, tp=2"
 
-The defaults are the widths of Llama 3 of 8 billion parameters. Each depth is compiled in a process of its own, whose
-imports are not counted.
+The defaults are the widths of Llama 3 of 8 billion parameters, without weights. Each depth is compiled in a process of
+its own, whose imports are not counted. The starts are CPU seconds of fresh processes, from a model to its program with
+the import of ndcompile: the first compiles and keeps the program, the second finds it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import sys
+import tempfile
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -20,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ndcompile as nd
+from tests.bench import start
 
 
 def llama(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocabulary: int) -> torch.nn.Module:
@@ -54,10 +58,14 @@ def main(
 ) -> None:
     """Measure, and print one row a stage and one column a depth."""
     depths = [int(text) for text in layers.split(",")]
-    found = {}
+    found, starts = {}, {}
     for depth in depths:
+        sizes = (depth, hidden, intermediate, heads, kv_heads, vocabulary)
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            found[depth] = pool.apply(measure, (mesh, depth, hidden, intermediate, heads, kv_heads, vocabulary))
+            found[depth] = pool.apply(measure, (mesh, *sizes))
+        with tempfile.TemporaryDirectory() as folder:
+            starts[depth] = [start.start(mesh, Path(folder), *sizes) for _ in range(2)]
+        assert [kept for _, kept in starts[depth]] == [False, True], "the second start finds the program"
     table = Table(title=f"seconds to compile a Llama for {mesh}", caption=f"hidden {hidden}, vocabulary {vocabulary}")
     table.add_column("stage")
     for depth in depths:
@@ -67,7 +75,12 @@ def main(
     table.add_section()
     table.add_row("all", *(f"{sum(found[depth][0].values()):.2f}" for depth in depths))
     table.add_row("peak memory, GB", *(f"{found[depth][1] / 1e9:.2f}" for depth in depths))
+    table.add_section()
+    for number, name in enumerate(("first start, CPU", "second start, CPU")):
+        table.add_row(name, *(f"{starts[depth][number][0]:.2f}" for depth in depths))
     Console().print(table)
+    for module in ("ndcompile", "ndcompile.api"):
+        print(f"import {module}: {start.import_seconds(module):.3f} s over import torch")
 
 
 if __name__ == "__main__":

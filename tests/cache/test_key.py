@@ -101,6 +101,7 @@ class Model(Base):
         self.mask = torch.tensor([1.0, 0.0, 1.0, 1.0])
         self.eager = partial(raised, by=0.75)
         self.kind = "tuned"
+        self.up.weight.factor = 3.0
         self.unused_object = [1, 2, (3, "four")]
 
     def forward(self, x):
@@ -137,6 +138,7 @@ CHANGES = {
     "a tensor that is no buffer": ("self.mask = torch.tensor([1.0,", "self.mask = torch.tensor([0.0,"),
     "a buffer's value": ("torch.tensor([0.5, 1.0", "torch.tensor([0.5, 1.25"),
     "whether a buffer is one": ('self.register_buffer("shift", ', 'setattr(self, "shift", '),
+    "an attribute of a parameter": ("weight.factor = 3.0", "weight.factor = 3.5"),
     "a width": ("self.up = nn.Linear(4, 8)", "self.up = nn.Linear(4, 8, bias=False)"),
     "a class of the tree": ("self.up = nn.Linear(4, 8)", "self.up = nn.Sequential(nn.Linear(4, 8))"),
     "what is frozen": ("self.up = nn.Linear(4, 8)", "self.up = nn.Linear(4, 8).requires_grad_(False)"),
@@ -348,7 +350,7 @@ def test_a_rule_of_the_users_is_in_the_key(tmp_path: Path) -> None:
     finally:
         for held, saved in ((registry.RULES, rules), (registry._GIVEN, given)):
             held.clear()
-            held.update(saved)  # type: ignore[arg-type]
+            held.update(saved)
 
 
 def test_what_stands_in_place_of_torchs_functions_is_in_the_key(tmp_path: Path) -> None:
@@ -466,5 +468,5 @@ def test_a_model_that_raises_when_it_is_looked_at_has_no_key() -> None:
             raise LookupError("no length")
 
     model = nn.Linear(4, 4)
-    model.held = Odd()
+    setattr(model, "held", Odd())  # noqa: B010
     assert key_or_why(asked(model)) == "LookupError while the model was looked at: no length"
