@@ -101,7 +101,7 @@ class Model(Base):
         self.mask = torch.tensor([1.0, 0.0, 1.0, 1.0])
         self.eager = partial(raised, by=0.75)
         self.kind = "tuned"
-        self.up.weight.factor = 3.0
+        self.down.weight.factor = 3.0
         self.unused_object = [1, 2, (3, "four")]
 
     def forward(self, x):
