@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ndcompile import bind, pipeline, planning
-from ndcompile.capture import capture
-from ndcompile.codegen.emit import Names
-from ndcompile.dtypes import one_dtype
+from ndcompile import bind
+from ndcompile.cache.kept import program_of
+from ndcompile.cache.ranks import program_for_all
+from ndcompile.cache.store import store_of
 from ndcompile.errors import CompileError
 from ndcompile.inputs import DynamicDims, Inputs
 from ndcompile.loss import LossFn, with_loss
 from ndcompile.mesh import MeshLike, MeshSpec
-from ndcompile.pins import Pins, for_other_mode, pinned_names, read_pins
+from ndcompile.pins import for_other_mode, read_pins
 from ndcompile.precision import Precision
 from ndcompile.program import Program, load_manifest
 from ndcompile.remat import Remat, Reshard
+from ndcompile.request import Asked, Request, check_option, examples, skeleton
 from ndcompile.runtime.agreement import together
 from ndcompile.runtime.context import HOW
 from ndcompile.runtime.module import ParallelModule
@@ -45,6 +44,7 @@ def compile(
     reshard_after_forward: Reshard = True,
     world_size: int | None = None,
     dump: str | Path | None = None,
+    cache: str | Path | None = None,
 ) -> Program:
     """Compile a model for a mesh. Needs no process group and no GPU; the model is left untouched and may be on meta.
 
@@ -63,72 +63,48 @@ def compile(
     results that it names, `("linear", "attention")`; or a dict of these by a block's name or wildcard. None: the blocks
     that the model itself checkpoints. `reshard_after_forward=False` keeps gathered weights for backward; a dict says it
     by block, `""` being all that is in none.
-    `dump` is a folder for every pass's graph. Raises `CompileError` where the model cannot be compiled as asked.
+    `dump` is a folder for every pass's graph. `cache` is a folder where programs are kept for the next start, `"on"`
+    (the user's own) or `"off"`; None: what the environment variable `NDCOMPILE_CACHE` says, else off. Raises
+    `CompileError` where the model cannot be compiled as asked.
 
     >>> print(compile(nn.Linear(4, 6), "tp=2", torch.randn(3, 4)).parameters["weight"].layout)
     tp S(0)
     """
     model = model if loss_fn is None else with_loss(model, loss_fn)
-    spec = MeshSpec.parse(mesh, world_size)
-    planning.check_option("outputs", outputs, ("sharded", "local"))
-    planning.check_option("cp_attention", cp_attention, (None, *HOW))
-    asked = Asked(
-        precision or Precision(), outputs == "local", float64, dynamic_dims, cp_attention, pad_inputs, remat,
-        reshard_after_forward,
+    asked = _asked(
+        precision, outputs, float64, dynamic_dims, cp_attention, pad_inputs, remat, reshard_after_forward
     )  # fmt: skip
-    return _program(model, spec, example_inputs, read_pins(placements, spec), asked, dump)
+    request = _request(model, MeshSpec.parse(mesh, world_size), example_inputs, placements, asked)
+    return program_of(request, store_of(cache), dump)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The options of a compilation that hold for the programs of both modes."""
+def _asked(
+    precision: Precision | None,
+    outputs: str,
+    float64: bool,
+    dynamic_dims: DynamicDims | None,
+    cp_attention: str | None,
+    pad_inputs: bool,
+    remat: Remat,
+    reshard: Reshard,
+) -> Asked:
+    """The options as they are asked for. Raises `CompileError` where one of them is none."""
+    check_option("outputs", outputs, ("sharded", "local"))
+    check_option("cp_attention", cp_attention, (None, *HOW))
+    return Asked(
+        precision or Precision(), outputs == "local", float64, dynamic_dims, cp_attention, pad_inputs, remat, reshard
+    )
 
-    precision: Precision
-    local_outputs: bool
-    float64: bool
-    dynamic_dims: DynamicDims | None
-    cp_attention: str | None
-    pad_inputs: bool
-    remat: Remat
-    reshard: Reshard
 
-
-def _program(
+def _request(
     model: nn.Module,
-    spec: MeshSpec,
+    mesh: MeshSpec,
     example_inputs: object,
-    pins: Pins,
+    placements: Mapping[str, Mapping[str, Any]] | None,
     asked: Asked,
-    dump: str | Path | None = None,
-    of_other_mode: bool = False,
-) -> Program:
-    """The program of the model's present mode. Where `of_other_mode`, the pins were checked with the first one."""
-    example = Inputs.of(planning.examples(model) if example_inputs is None else example_inputs)
-    folder = None if dump is None else Path(dump)
-    begin = time.perf_counter()
-    autocast, names = planning.ambient_autocast(model), pinned_names(model, pins)
-    captured = capture(
-        model, example, precision=asked.precision, float64=asked.float64, dynamic_dims=asked.dynamic_dims,
-        autocast=autocast, pinned=names, remat=asked.remat, reshard=asked.reshard,
-    )  # fmt: skip
-    one_dtype(captured.graph)
-    times = {"capture": time.perf_counter() - begin}
-    modules = dict(model.named_modules())
-    lists = frozenset(name for name, module in modules.items() if isinstance(module, nn.ModuleList))
-    title = type(model).__name__
-    job = pipeline.Job(
-        captured.graph, spec, asked.precision, pins, {**names, **captured.kept.marks()}, lists,
-        _names(model, modules), title, dict(model.named_buffers()), asked.local_outputs, not of_other_mode,
-        asked.cp_attention, asked.pad_inputs, captured.kept, times=times,
-    )  # fmt: skip
-    pipeline.run(job, folder)
-    assert job.reference and job.emitted, "the pipeline has run all its steps"
-    parameters = planning.parameters(model, job.graph, job.mesh)
-    manifest = planning.manifest(model, captured, job, parameters, autocast)
-    return Program(
-        job.emitted.source, manifest, job.mesh, job.graph, job.reference, parameters, job.problems, times, job.emitted,
-        job.names,
-    )  # fmt: skip
+) -> Request:
+    example = Inputs.of(examples(model) if example_inputs is None else example_inputs)
+    return Request(model, mesh, example, read_pins(placements, mesh), asked)
 
 
 def parallelize(
@@ -146,39 +122,42 @@ def parallelize(
     pad_inputs: bool = False,
     remat: Remat = None,
     reshard_after_forward: Reshard = True,
+    cache: str | Path | None = None,
     init: str = "check",
     cuda_graph: bool = False,
 ) -> ParallelModule:
     """Compile a model and bind it to this process's place on the mesh; run by every rank alike, under torchrun.
 
     `init="check"` compares the parameters of all ranks and raises if they differ, `"broadcast"` takes rank 0's. A model
-    on the meta device gets its parameters sharded from the start, filled with zeros. `cuda_graph=True` (on a mesh of
-    `dp_replicate` alone) records a training step after the first ones, and replays it: inputs then have fixed shapes,
-    only the program's own losses have gradients, and each step's gradients lie in the same memory. See `compile` for
-    the rest.
+    on the meta device gets its parameters sharded from the start, filled with zeros. One rank compiles for all.
+    `cuda_graph=True` (on a mesh of `dp_replicate` alone) records a training step after the first ones, and replays it:
+    inputs then have fixed shapes, only the program's own losses have gradients, and each step's gradients lie in the
+    same memory. See `compile` for the rest.
     """
     bind.join_world()
     if cuda_graph:
         together(lambda: _require_recordable(MeshSpec.parse(mesh, torch.distributed.get_world_size())))
     model = model if loss_fn is None else together(lambda: with_loss(model, loss_fn))
-    planning.check_option("init", init, ("check", "broadcast"))
-    example = planning.examples(model) if example_inputs is None else example_inputs
-    options: dict[str, Any] = dict(
-        precision=precision, placements=placements, outputs=outputs, float64=float64, dynamic_dims=dynamic_dims,
-        cp_attention=cp_attention, pad_inputs=pad_inputs, remat=remat, reshard_after_forward=reshard_after_forward,
-        world_size=torch.distributed.get_world_size(),
-    )  # fmt: skip
-    program = together(lambda: compile(model, mesh, example, **options))
-    bare = planning.skeleton(model)  # the whole model's memory is the caller's to keep or to free
+    check_option("init", init, ("check", "broadcast"))
+    world, store = torch.distributed.get_world_size(), store_of(cache)
+
+    def asked_for() -> Request:
+        asked = _asked(
+            precision, outputs, float64, dynamic_dims, cp_attention, pad_inputs, remat, reshard_after_forward
+        )  # fmt: skip
+        return _request(model, MeshSpec.parse(mesh, world), example_inputs, placements, asked)
+
+    request = together(asked_for)
+    program = program_for_all(request, store)
+    spec, layouts = program.mesh, {name: parameter.layout for name, parameter in program.parameters.items()}
+    example, asked = request.example, request.asked
+    bare = skeleton(model)  # the whole model's memory is the caller's to keep or to free
 
     def other(training: bool) -> Program:
         """The program of the other mode, with the parameters where they lie already and modules as the user pinned."""
-        pins = for_other_mode(read_pins(placements, program.mesh), {n: p.layout for n, p in program.parameters.items()})
-        asked = Asked(
-            precision or Precision(), outputs == "local", float64, dynamic_dims, cp_attention, pad_inputs, remat,
-            reshard_after_forward,
-        )  # fmt: skip
-        return _program(bare.train(training), program.mesh, example, pins, asked, of_other_mode=True)
+        pins = for_other_mode(read_pins(placements, spec), layouts)
+        given = Request(bare.train(training), spec, example, pins, asked, of_other_mode=True)
+        return program_of(given, store)
 
     module = bind.bind(program, model, mesh, other, init)
     if cuda_graph:
@@ -215,9 +194,3 @@ def load(path: str | Path, model: nn.Module | None = None, init: str = "check") 
             tries="the model that it was compiled from, or none",
         )
     return bind.bind_loaded(source, manifest, model, init, str(path))
-
-
-def _names(model: nn.Module, modules: Mapping[str, nn.Module]) -> Names:
-    config: Any = getattr(model, "config", None)
-    numbers = config.to_dict() if hasattr(config, "to_dict") else {}
-    return Names({name: type(module).__name__ for name, module in modules.items()}, numbers)

@@ -39,6 +39,7 @@ from ndcompile.blocks import (
     tensors_of,
 )
 from ndcompile.checkpoints import Checkpoints
+from ndcompile.objects import made_in_python
 from ndcompile.withheld import Withheld
 
 _LIBRARY = torch.library.Library("ndcompile", "DEF")
@@ -351,11 +352,13 @@ FIXED = (Tensor, nn.Module, type, types.FunctionType, types.BuiltinFunctionType,
 
 def _made_in_python(value: Any) -> bool:
     """Whether all of an object's state is in its `__dict__`."""
-    made = all(cls.__flags__ & HEAP_TYPE and "__slots__" not in vars(cls) for cls in type(value).__mro__[:-1])
-    return made and not isinstance(value, (type, nn.Module, Tensor)) and hasattr(value, "__dict__")
-
-
-HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code made
+    slots = any("__slots__" in vars(cls) for cls in type(value).__mro__[:-1])
+    return (
+        made_in_python(value)
+        and not slots
+        and not isinstance(value, (type, nn.Module, Tensor))
+        and hasattr(value, "__dict__")
+    )
 
 
 def _modes() -> tuple[Any, ...]:

@@ -114,8 +114,6 @@ def choices(program: Program, sizes: Mapping[str, int] | None = None) -> list[Ch
     """The program as it is, and what it would need with each choice for all its blocks."""
     own = memory(program, sizes)
     found = [Choice("as compiled", "", own)]
-    if program.names is None:
-        return found
     saved = tuple(name for name in ("linear", "attention") if name in made_in(program.folded))
     policies: dict[str, Policy] = {"nothing": "none"}
     if blocks_of(program):
@@ -133,14 +131,12 @@ def _text(program: Program, remat: Policy | None, reshard: bool | None) -> str:
     """The program's text, or that with another choice for all blocks."""
     if remat is None and reshard is None:
         return str(program)
-    if program.names is None:
-        raise CompileError("a program that was loaded has no graph to be written anew", tries="ask before it is saved")
     graph, blocks = copied(program.folded), blocks_of(program)
     now: Any = next((n.meta for n in graph.graph.nodes if n.meta.get("block")), {})
     saved = now.get("saved") if remat is None else saved_by(remat)
     stays = now.get("gathered", False) if reshard is None else not reshard
     kept = Kept({} if saved is None else dict.fromkeys(blocks, saved), frozenset([*blocks, ROOT] if stays else ()))
-    return emit(mark_recomputed(graph, kept), program.mesh, program.names, program.manifest.model).source
+    return emit(mark_recomputed(graph, kept), program.mesh, program.made.names, program.manifest.model).source
 
 
 def blocks_of(program: Program) -> list[str]:

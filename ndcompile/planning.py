@@ -1,21 +1,18 @@
-"""The small questions around compilation: example inputs, pins, parameters, and the manifest."""
+"""What binding must know of a program: where its parameters lie, and the manifest."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ndcompile.autocast import Autocast
 from ndcompile.axes import KINDS
 from ndcompile.blocks import first_names
 from ndcompile.capture import Captured
-from ndcompile.errors import CompileError
 from ndcompile.lengths import multiples
 from ndcompile.mesh import MeshSpec
 from ndcompile.pipeline import Job
@@ -23,40 +20,6 @@ from ndcompile.placement import I, Layout
 from ndcompile.program import Parameter, parameter_plans
 from ndcompile.rules.registry import model_results, updates
 from ndcompile.runtime.manifest import Argument, InputPlan, Manifest, digest
-from ndcompile.twin import on_meta
-
-
-def check_option(name: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
-    if value not in allowed:
-        raise CompileError(f"{name}={value!r} is no option", tries=" or ".join(map(repr, allowed)))
-
-
-def examples(model: nn.Module) -> dict[str, Tensor]:
-    """Example inputs of a transformers model, from its config; for others an error that says what to pass."""
-    config = getattr(model, "config", None)
-    parameters = inspect.signature(model.forward).parameters
-    if config is None or "input_ids" not in parameters or not hasattr(config, "vocab_size"):
-        raise CompileError(
-            f"example inputs are needed to compile {type(model).__name__}",
-            why=f"its forward{inspect.signature(model.forward)} does not say the inputs' shapes and dtypes",
-            tries="example_inputs={...} with tensors as one call takes them; their sizes mean nothing",
-        )
-    ids = torch.zeros(2, 8, dtype=torch.long)
-    return {"input_ids": ids} | ({"labels": ids.clone()} if "labels" in parameters else {})
-
-
-def ambient_autocast(model: nn.Module) -> Autocast | None:
-    """The autocast that compile is called under, for the device that the model is on."""
-    device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), None)
-    for kind in dict.fromkeys(filter(None, (device, "cuda", "cpu"))):
-        if torch.is_autocast_enabled(kind):
-            return Autocast(kind, torch.get_autocast_dtype(kind))
-    return None
-
-
-def skeleton(model: nn.Module) -> nn.Module:
-    """A copy on the meta device, for a second capture."""
-    return on_meta(copy.copy(model))[0]
 
 
 def parameters(model: nn.Module, graph: fx.GraphModule, mesh: MeshSpec) -> dict[str, Parameter]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,23 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ndcompile.choose import Problem
-from ndcompile.codegen.emit import Emitted, Names
-from ndcompile.dense import DenseMask, dense_masks
-from ndcompile.duties import Duties, duties
 from ndcompile.errors import CompileError
-from ndcompile.explain import explain
-from ndcompile.fold import unfold
-from ndcompile.listing import Collective, collectives
 from ndcompile.mesh import MeshSpec
-from ndcompile.passes.localize_sizes import localize_sizes
 from ndcompile.placement import Layout
-from ndcompile.reference import Reference
 from ndcompile.remat import Policy
 from ndcompile.runtime.manifest import Manifest, ParameterPlan
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a program that was kept is bound without the compiler: what is asked of it loads then
+    from ndcompile.choose import Problem
+    from ndcompile.codegen.emit import Emitted, Names
+    from ndcompile.dense import DenseMask
+    from ndcompile.duties import Duties
     from ndcompile.footprint import Memory
+    from ndcompile.listing import Collective
+    from ndcompile.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -57,24 +54,51 @@ class Parameter:
         return count * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class Made:
+    """What a compilation leaves beside the text: the graphs, what was chosen from, and the emitter's own tables.
+
+    `folded` is the parallel graph that was checked, in which two rounds of a run of equal blocks stand for all.
+    """
+
+    folded: fx.GraphModule
+    folded_reference: fx.GraphModule
+    problems: Mapping[str, Problem]
+    emitted: Emitted
+    names: Names
+
+
 @dataclass
 class Program:
     """A compiled model, bound to no process: `str(program)` is the emitted source.
 
-    `folded` is the parallel graph that was checked, in which two rounds of a run of equal blocks stand for all.
+    One that was kept is made again where its graphs are asked for.
     """
 
     source: str
     manifest: Manifest
     mesh: MeshSpec
-    folded: fx.GraphModule
-    folded_reference: fx.GraphModule
     parameters: dict[str, Parameter]
-    problems: Mapping[str, Problem] = field(repr=False)
+    _made: Made | Callable[[], Made] = field(repr=False)
     times: dict[str, float] = field(default_factory=dict)
     """Seconds of each step of the pipeline."""
-    emitted: Emitted | None = field(default=None, repr=False)
-    names: Names | None = field(default=None, repr=False)
+
+    @property
+    def made(self) -> Made:
+        """The graphs, and what else a compilation leaves; they are not kept, so this may compile again."""
+        if not isinstance(self._made, Made):
+            self._made = self._made()
+        return self._made
+
+    @property
+    def folded(self) -> fx.GraphModule:
+        """The parallel graph that was checked, in which two rounds of a run of equal blocks stand for all."""
+        return self.made.folded
+
+    @property
+    def folded_reference(self) -> fx.GraphModule:
+        """The one-device graph that the parallel one came from, folded in the same way."""
+        return self.made.folded_reference
 
     def __str__(self) -> str:
         return self.source
@@ -82,16 +106,23 @@ class Program:
     @cached_property
     def graph(self) -> fx.GraphModule:
         """The parallel graph, whole, with global sizes."""
+        from ndcompile.fold import unfold
+
         return unfold(self.folded)
 
     @cached_property
     def local_graph(self) -> fx.GraphModule:
         """The parallel graph with one rank's sizes: it runs on a rank."""
+        from ndcompile.fold import unfold
+        from ndcompile.passes.localize_sizes import localize_sizes
+
         return localize_sizes(unfold(self.folded), self.mesh)
 
     @cached_property
     def reference(self) -> fx.GraphModule:
         """The one-device graph that the parallel one came from."""
+        from ndcompile.fold import unfold
+
         return unfold(self.folded_reference)
 
     @property
@@ -101,19 +132,27 @@ class Program:
 
     def collectives(self) -> list[Collective]:
         """Every collective, in order of the forward: bytes are at the nominal sizes of `ndcompile.cost.NOMINAL`."""
+        from ndcompile.listing import collectives
+
         return collectives(self.graph, self.mesh)
 
     def dense_masks(self) -> list[DenseMask]:
         """The masks of attention that have no name: tensors of queries by keys."""
+        from ndcompile.dense import dense_masks
+
         return dense_masks(self.graph, self.mesh)
 
     def duties(self) -> Duties:
         """Who reduces what: a row for each parameter, axis and use, with the dtype and bytes; `print` shows a table."""
+        from ndcompile.duties import duties
+
         return duties(self.graph, self.mesh)
 
     def explain(self, name: str) -> str:
         """Why a parameter or module has its placement: each alternative, and what the program would cost with it."""
-        return explain(self.graph, self.problems, name)
+        from ndcompile.explain import explain
+
+        return explain(self.graph, self.made.problems, name)
 
     def memory(
         self,
@@ -139,6 +178,8 @@ class Program:
 
     def one_device(self, model: torch.nn.Module) -> Reference:
         """The reference graph as a module on one device, with the model's own parameters: what is compared against."""
+        from ndcompile.reference import Reference
+
         return Reference(self.reference, self.manifest, model)
 
     def save(self, path: str | Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -226,7 +227,18 @@ class Looking(Layer):
         return super().forward(x) * len(self.__dict__)
 
 
-@pytest.mark.parametrize("kind", [Noting, Looking])
+class Drawing(Layer):
+    """Draws its factor as it runs, from a generator whose state is not in its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.random.random()
+
+
+@pytest.mark.parametrize("kind", [Noting, Looking, Drawing])
 def test_what_cannot_be_followed_is_traced_each_time(kind: Callable[[], nn.Module]) -> None:
     assert bodies(Stack(many(3, kind))) == 3
 

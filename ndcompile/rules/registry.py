@@ -16,6 +16,9 @@ from ndcompile.size import Shape
 RULES: dict[str, Rule] = {**views.RULES, **pointwise.RULES, **contract.RULES, **layers.RULES, **routing.RULES}
 """Every rule that is known. `register_rule` adds to it."""
 
+_BUILT_IN = dict(RULES)
+_GIVEN: dict[str, tuple[Rule, str]] = {}
+
 
 STOPS_GRADIENTS = frozenset({"aten.detach.default", "runtime.moving_average"})
 
@@ -108,6 +111,14 @@ def register_rule(op: Any, text: str) -> None:
     op = _op(op) if isinstance(op, str) else op
     probe(op, text)
     RULES[op_name(op)] = rule
+    _GIVEN[op_name(op)] = rule, text
+
+
+def given_rules() -> dict[str, str | None]:
+    """The rules beside those that the package came with: by op, its text; None where a rule has none, or is gone."""
+    changed = [op for op in {**_BUILT_IN, **RULES} if RULES.get(op) is not _BUILT_IN.get(op)]
+    known = {op: _GIVEN[op][1] for op in changed if op in _GIVEN and _GIVEN[op][0] is RULES.get(op)}
+    return {op: known.get(op) for op in sorted(changed)}
 
 
 def _op(name: str) -> Any:

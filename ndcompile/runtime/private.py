@@ -320,3 +320,40 @@ COLLECTIVES = {
 """The op that starts each kind of collective."""
 
 GROUPED_MM = _aten._grouped_mm.default
+
+
+def modes_are_on() -> bool:
+    """Whether a torch function mode or dispatch mode sees the ops that are called."""
+    return torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack() > 0
+
+
+OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._library.custom_ops.CustomOpDef)
+"""The classes of operators, made by `torch.library.custom_op` among them."""
+
+OPERATORS_OF_TORCH = frozenset(
+    "prims mkldnn_prepacked static_runtime onednn profiler c10d _quantized _c10d_functional_autograd inductor_prims "
+    "debug_mode_ops _dtensor _native _c10d_functional inductor mkl rngprims mkldnn debugprims symm_mem export "
+    "quantized aten sparse _test quantization ndcompile".split()
+)
+"""The namespaces of operators that torch and this package define."""
+
+
+def operator_name(operator: Any) -> str:
+    """`namespace::name` of an operator, whichever its overload."""
+    packet = getattr(operator, "_opoverload", operator)
+    packet = getattr(packet, "overloadpacket", packet)
+    return packet._qualified_op_name
+
+
+def operators() -> set[str]:
+    """`namespace::name` of every operator that is none of torch's."""
+    names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    return {name for name in names if name.partition("::")[0] not in OPERATORS_OF_TORCH}
+
+
+def operator_parts(name: str) -> dict[str, Any] | None:
+    """The functions of an operator that `torch.library.custom_op` made, and its settings; None of any other."""
+    found = torch._library.custom_ops.OPDEFS.get(name)
+    if found is None:
+        return None
+    return {k: v for k, v in sorted(vars(found).items()) if k not in ("_lib", "_opoverload")}

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ndcompile import checks, pipeline, planning
+from ndcompile import checks, pipeline
 from ndcompile.duties import duties
 from ndcompile.errors import CompileError
 from ndcompile.program import Program
+from ndcompile.request import check_option
 from ndcompile.verify import own_dtypes, padded, rings
 from ndcompile.verify.arithmetic import FAILURES, PRIME, Domain, Field, Float64, NotInDomain, ZeroDenominator
 from ndcompile.verify.compare import Comparison, compare
@@ -124,7 +125,7 @@ def _not_checked(exact: _Layer, wanted: Sequence[str]) -> list[str]:
 
 def _asked_for(program: Program, also: Sequence[str]) -> list[str]:
     for name in also:
-        planning.check_option("also", name, tuple(ALSO))
+        check_option("also", name, tuple(ALSO))
     return list(dict.fromkeys([*also, *(["dtypes"] if program.manifest.compute else [])]))
 
 
@@ -138,7 +139,7 @@ def _usable(device: torch.device | str) -> torch.device:
             why=str(error).splitlines()[0],
             tries="'cpu', or 'cuda' on a machine with a GPU",
         ) from error
-    planning.check_option("device", found.type, ("cpu", "cuda"))
+    check_option("device", found.type, ("cpu", "cuda"))
     return found
 
 

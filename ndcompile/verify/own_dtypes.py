@@ -137,7 +137,7 @@ def _trained(program: Program, steps: Sequence[Step]) -> list[Trained]:
 
 def depth_of(program: Program) -> int:
     """The number of blocks that run, of the longest list of modules; without one, the number of layers."""
-    classes = program.names.classes if program.names is not None else {}
+    classes = program.made.names.classes
     lists = [name for name, kind in classes.items() if kind == "ModuleList"]
     left_out: frozenset[str] = getattr(program, "without", frozenset())
     lengths = [sum(n.rpartition(".")[0] == name and n not in left_out for n in classes) for name in lists]

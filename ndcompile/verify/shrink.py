@@ -51,8 +51,7 @@ class Small(Program):
 
     def renumbered(self, source: str) -> str:
         """Another text for the large program, with this one's mesh and table."""
-        assert self.emitted is not None, "a compiled program"
-        return _with_numbers(source, self.emitted.sizes, self.named, self.mesh)
+        return _with_numbers(source, self.made.emitted.sizes, self.named, self.mesh)
 
 
 def shrink(program: Program, ranks: Mapping[str, int] | None = None) -> Iterator[Small]:
@@ -61,8 +60,6 @@ def shrink(program: Program, ranks: Mapping[str, int] | None = None) -> Iterator
     Sizes that the facts do not rule out may still not fit together: then the text raises when it runs, and the next
     one is to be tried. Raises `CompileError` where there is no table to change, or none that would do.
     """
-    if program.emitted is None or program.names is None:
-        raise CompileError("a program that was loaded has no graph to be verified", tries="verify before it is saved")
     mesh = MeshSpec.parse(", ".join(f"{a.name}={(ranks or {}).get(a.name, 2)}" for a in program.mesh.axes))
     alone = _on_one_rank(program)
     found = False
@@ -92,8 +89,7 @@ class _Rule:
 
 def tables(program: Program, mesh: MeshSpec, alone: SizeFacts) -> Iterator[dict[str, int]]:
     """Numbers for all names in both texts, small and different from each other where they are in the program."""
-    assert program.emitted is not None, "a compiled program"
-    facts = program.emitted.sizes
+    facts = program.made.emitted.sizes
     real = alone.table | facts.table
     if any(real[name] != number for name, number in alone.table.items()):
         raise CompileError("the text for one device has a name for another size than the program's text has")
@@ -223,13 +219,11 @@ def _on_one_rank(program: Program) -> Any:
     graph, mesh = copied(program.folded_reference), MeshSpec(())
     measure_values(graph, mesh)
     propagate_layouts(graph, mesh, {})
-    assert program.names is not None, "a compiled program"
-    return emit(graph, mesh, program.names, program.manifest.model)
+    return emit(graph, mesh, program.made.names, program.manifest.model)
 
 
 def _small(program: Program, alone: Any, mesh: MeshSpec, sizes: dict[str, int]) -> Small:
-    assert program.emitted is not None, "a compiled program"
-    facts, without = program.emitted.sizes, _left_out(program.folded)
+    facts, without = program.made.emitted.sizes, _left_out(program.folded)
     shapes = _shapes(program, facts, sizes)
     parameters = {
         name: Parameter(name, shapes.get(name, p.shape), p.dtype, p.layout)
@@ -240,12 +234,12 @@ def _small(program: Program, alone: Any, mesh: MeshSpec, sizes: dict[str, int]) 
         source=_with_numbers(program.source, facts, sizes, mesh),
         manifest=_manifest(program.manifest, parameters, mesh),
         mesh=mesh,
-        folded=_resized(program.folded, facts, sizes),
-        folded_reference=_resized(program.folded_reference, facts, sizes),
         parameters=parameters,
-        problems=program.problems,
-        emitted=program.emitted,
-        names=program.names,
+        _made=replace(
+            program.made,
+            folded=_resized(program.folded, facts, sizes),
+            folded_reference=_resized(program.folded_reference, facts, sizes),
+        ),
         one_rank=_with_numbers(alone.source, alone.sizes, sizes, MeshSpec(())),
         large=program,
         large_text=alone.source,

@@ -38,7 +38,7 @@ from tests import ranks
 from tests.equivalence.compare import Case, Outcome, distances, make, measure, on_one_device, prepare, train
 from tests.equivalence.registry import MODELS, WORLDS, meshes, meshes_of
 
-ranks.PRELOAD += ["transformers.modeling_utils", "ndcompile.api", "tests.equivalence.compare"]
+ranks.PRELOAD += ["transformers.modeling_utils", "ndcompile.compiler", "tests.equivalence.compare"]
 FIGURES = Path(__file__).parents[2] / "docs" / "models.json"
 PAGE = FIGURES.with_suffix(".md")
 KINDS = {"loss": "result loss", "other results": "result", "norm": "gradient norm", "gradients": "gradient",
@@ -90,7 +90,7 @@ def captured_once() -> Iterator[None]:
             held[key] = capture(model, example, **options)
         return replace(held[key], graph=copied(held[key].graph))
 
-    with patch("ndcompile.api.capture", copies):
+    with patch("ndcompile.compiler.capture", copies):
         yield
 
 
