@@ -115,9 +115,11 @@ def _leaf(value: Any) -> Any:
 
 
 def _plainly(value: Any) -> str:
-    """An option as text: numbers, texts, dtypes, and mappings of them."""
+    """An option as text: numbers, texts, dtypes, tuples and lists of them, and mappings to them."""
     if isinstance(value, Mapping):
         return repr([(name, _plainly(v)) for name, v in value.items()])
+    if isinstance(value, (tuple, list)):
+        return repr([_plainly(v) for v in value])
     if value is None or isinstance(value, (bool, int, str, torch.dtype)):
         return repr(value)
     raise Unseen(f"an option holds a {type(value).__name__}")

@@ -189,8 +189,9 @@ X = torch.zeros(6, 4)
 def asked(model: nn.Module, mesh: str = "tp=2", example: object = X, pins: Any = None, **options: Any) -> Request:
     spec = MeshSpec.parse(mesh)
     plain: dict[str, Any] = dict(
-        precision=Precision(), local_outputs=False, float64=False, dynamic_dims=None, cp_attention=None
-    )
+        precision=Precision(), local_outputs=False, float64=False, dynamic_dims=None, cp_attention=None,
+        pad_inputs=False, remat=None, reshard=True,
+    )  # fmt: skip
     return Request(model, spec, Inputs.of(example), read_pins(pins, spec), Asked(**plain | options))
 
 
@@ -265,6 +266,11 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "local outputs": ("options", dict(local_outputs=True)),
     "float64": ("options", dict(float64=True)),
     "the way of attention": ("options", dict(cp_attention="ring")),
+    "pads": ("options", dict(pad_inputs=True)),
+    "what is recomputed": ("options", dict(remat="block")),
+    "what is recomputed, by block": ("options", dict(remat={"up": ("linear",)})),
+    "which weights stay": ("options", dict(reshard=False)),
+    "casts of inputs": ("options", dict(precision=Precision(cast_inputs=False))),
     "names of dims": ("options", dict(dynamic_dims={"x": {0: "b", 1: "s"}})),
     "a longer input": ("inputs", dict(example=torch.zeros(6, 3, 4))),
     "an input of another dtype": ("inputs", dict(example=X.double())),
