@@ -86,8 +86,8 @@ class _CrossEntropy(torch.autograd.Function):
             slope = slope - smoothing / size
         here, mine = _local(target, start, columns, size, logits.shape[1], ignore_index)
         column = torch.arange(x.shape[1], device=x.device)
-        meant = (column == here.unsqueeze(1)) & mine.unsqueeze(1)  # compiled, it has no memory of its own
-        slope = torch.where(meant, slope + (smoothing - 1), slope)
+        meant = (column == here.unsqueeze(1)) & mine.unsqueeze(1)
+        slope.add_(meant, alpha=smoothing - 1)  # compiled, all of this has no memory of its own
         gradient = private.cast(gradient, x.dtype).masked_fill(target == ignore_index, 0)
         slope = slope * gradient.unsqueeze(1)
         return private.cast(slope, logits.dtype), *(None,) * 8
