@@ -157,6 +157,7 @@ def around_forward(model: nn.Module, made: Callable[[], AbstractContextManager[A
         with made():
             return inner(*args, **kwargs)
 
+    forward.__signature__ = inspect.signature(inner)  # type: ignore[attr-defined]  # not that of the class, with `self`
     model.forward = forward
     try:
         yield

@@ -24,9 +24,13 @@ class HeadTail(Arithmetic):
     """Floating point; a rank holds an early and a late chunk of a sequence, for each index of what is major to it."""
 
     def positions(self, size: int, placement: Placement, ranks: int) -> list[Tensor]:
-        majors = math.prod(SYMBOLS.get(part) or int(part) for part in placement.within.split("·") if part)
-        chunks = torch.arange(size).view(majors, 2 * ranks, -1)
+        chunks = torch.arange(size).view(majors(placement), 2 * ranks, -1)
         return [chunks[:, [rank, 2 * ranks - 1 - rank]].flatten() for rank in range(ranks)]
+
+
+def majors(placement: Placement) -> int:
+    """How many sequences a dim joins, each of which is cut."""
+    return math.prod(SYMBOLS.get(part) or int(part) for part in placement.within.split("·") if part)
 
 
 def hold(tried: Try, ranks: int) -> int:
@@ -42,10 +46,11 @@ def sequence_rows(trial: Trial, op: str, ranks: int) -> list[Row]:
     bound = trial.signature
     offered = rows(bound, ranks, grads=trial.flows, batch=BATCH)
     elsewhere = COUNTING | RANGES | ACROSS
-    return [r for r in offered if r.factor and op not in elsewhere and _divides(bound.sizes[r.factor], ranks)]
+    return [r for r in offered if r.factor and op not in elsewhere and _divides(bound.sizes[r.factor], r, ranks)]
 
 
-def _divides(size: Size, ranks: int) -> bool:
+def _divides(size: Size, row: Row, ranks: int) -> bool:
     """Whether the sequence in a size divides into chunks; else ranks say that they cannot hold it."""
     rest = size // BATCH if "b" in size.symbols and size.gcd(BATCH) == BATCH else size
-    return "s" in size.symbols and rest.value(SYMBOLS) % (2 * ranks) == 0
+    length = size.value(SYMBOLS) // max(majors(placed) for placed in (*row.operands, row.output))
+    return "s" in size.symbols and rest.value(SYMBOLS) % (2 * ranks) == 0 and length % (2 * ranks) == 0
