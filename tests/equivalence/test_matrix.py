@@ -135,7 +135,7 @@ PADDED = {
 
 
 @pytest.mark.equivalence
-@pytest.mark.parametrize("world_size", PADDED)
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_lengths_that_do_not_divide_equal_one_device(world_size: int, tmp_path: Path) -> None:
     check(world_size, PADDED[world_size], tmp_path)
 

@@ -13,11 +13,9 @@ DROPOUT = "gpt with dropout"
 
 CASES = {
     2: [
-        *(Case(DROPOUT, mesh, remat="block") for mesh in ("dp_shard=2", "dp_replicate=2", "tp=2", "cp=2")),
         Case(DROPOUT, "tp=2", remat=("linear", "all_gather", "reduce_scatter")),
         Case("llama", "cp=2", remat=("linear", "attention")),
         Case("llama", "dp_shard=2", False, remat=("linear", "attention")),
-        Case("llama", "dp_shard=2", reshard=False),
     ],
     4: [
         Case(DROPOUT, "dp_shard=2, tp=2", remat="block"),
@@ -27,8 +25,18 @@ CASES = {
     ],
 }
 
+MORE = [
+    *(Case(DROPOUT, mesh, remat="block") for mesh in ("dp_shard=2", "dp_replicate=2", "tp=2", "cp=2")),
+    Case("llama", "dp_shard=2", reshard=False),
+]
+
 
 @pytest.mark.equivalence
 @pytest.mark.parametrize("world_size", CASES)
 def test_recomputed_blocks_equal_one_device(world_size: int, tmp_path: Path) -> None:
     check(world_size, CASES[world_size], tmp_path)
+
+
+@pytest.mark.full
+def test_more_recomputed_blocks_equal_one_device(tmp_path: Path) -> None:
+    check(2, MORE, tmp_path)
