@@ -90,7 +90,7 @@ NETS = {
 
 
 @pytest.mark.equivalence
-@pytest.mark.parametrize("world_size", NETS)
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_convolution_and_recurrent_nets_equal_one_device(world_size: int, tmp_path: Path) -> None:
     check(world_size, NETS[world_size], tmp_path)
 
@@ -120,7 +120,7 @@ All of them on all meshes are in the table of `models`.
 
 
 @pytest.mark.equivalence
-@pytest.mark.parametrize("world_size", SEQUENCES)
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_sharded_sequences_equal_one_device(world_size: int, tmp_path: Path) -> None:
     check(world_size, SEQUENCES[world_size], tmp_path)
 

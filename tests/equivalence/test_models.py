@@ -67,6 +67,7 @@ def test_a_page() -> None:
     assert "Not measured yet: gpt, gpt with dropout, llama, " in page
 
 
+@pytest.mark.full
 @pytest.mark.equivalence
 def test_a_product_of_axes_again(tmp_path: Path) -> None:
     """One mesh of each model of other libraries: torch.nn's, and some of transformers'."""

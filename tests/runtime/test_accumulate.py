@@ -143,7 +143,10 @@ def all_claims(mesh: str) -> None:
         a_step_in_between_is_an_error(mesh)
 
 
-@pytest.mark.parametrize("mesh", ["dp_replicate=2", "tp=2", "dp_replicate=2, dp_shard=2", SHARDED])
+MORE = [pytest.param(mesh, marks=pytest.mark.full) for mesh in ("dp_replicate=2", SHARDED)]
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp_replicate=2, dp_shard=2", *MORE])
 def test_microbatches(mesh):
     ranks = 4 if "," in mesh else 2
     run(ranks, all_claims, mesh, timeout=240)

@@ -125,6 +125,9 @@ def all_claims(mesh: str) -> None:
         refuses(mesh)
 
 
-@pytest.mark.parametrize("mesh", ["dp_replicate=2", "dp_shard=2", "tp=2"])
+MORE = [pytest.param(mesh, marks=pytest.mark.full) for mesh in ("dp_replicate=2", "tp=2")]
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", *MORE])
 def test_recorded_steps(mesh):
     run(2, all_claims, mesh, timeout=120)
