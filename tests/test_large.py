@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import multiprocessing
 import re
 import resource
 import sys
@@ -66,10 +67,16 @@ def test_inspect_shows_the_bytes_of_a_rank() -> None:
     assert re.search(r"all +. +1137 +. +1\.5 GiB +. +1,602,122,752", console.export_text())
 
 
-def test_405b_takes_seconds_and_fits_on_a_laptop() -> None:
-    """CPU seconds of this process; the bar of the design is 25, and 3 GB."""
+def of_405b_alone() -> tuple[float, int]:
+    """CPU seconds, and this process's largest memory in bytes."""
     _, seconds = of_405b()
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def test_405b_takes_seconds_and_fits_on_a_laptop() -> None:
+    """In a process of its own, whose memory no other test has used; the bar of the design is 25 s, and 3 GB."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        seconds, largest = pool.apply(of_405b_alone)
     assert seconds < 25
     assert largest < 3e9
 

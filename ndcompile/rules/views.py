@@ -85,12 +85,13 @@ def along(argument: str = "dim", default: int = 0, linear: bool = True) -> Rule:
 
 
 def cat(call: Call) -> Signature:
-    """Along a dim that is whole, or of equal parts: then these are minor to the place of an operand in the list."""
+    """Along a dim that is whole; or of equal parts that join sequences: these are minor to an operand's place."""
     shapes, rank = set(call.operands), len(call.operands[0])
-    if len(shapes) > 1 or len(call.operands) < 2:
+    at = call.arguments.get("dim", 0) % rank
+    if len(shapes) > 1 or len(call.operands) < 2 or not call.operands[0][at].symbols:
         return along()(call)
     names, sizes = _names(call.operands[0])
-    at, dims, count = call.arguments.get("dim", 0) % rank, _dims(names, sizes), len(call.operands)
+    dims, count = _dims(names, sizes), len(call.operands)
     output = (*dims[:at], ("n", *dims[at]), *dims[at + 1 :])
     terms, carriers = tuple((i,) for i in range(count)), frozenset(range(count))
     return Signature((dims,) * count, output, sizes | {"n": Size(count)}, terms, carriers, frozenset({"n"}))
