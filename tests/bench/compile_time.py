@@ -11,8 +11,6 @@ the import of ndcompile: the first compiles and keeps the program, the second fi
 from __future__ import annotations
 
 import multiprocessing
-import resource
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +24,7 @@ from rich.table import Table
 
 import ndcompile as nd
 from tests.bench import start
+from tests.bench.memory import largest
 
 
 def llama(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocabulary: int) -> torch.nn.Module:
@@ -46,8 +45,7 @@ def measure(mesh: str, *sizes: int) -> tuple[dict[str, float], int]:
     """The CPU seconds of each stage, and the largest resident memory of this process in bytes."""
     with mock.patch("time.perf_counter", time.process_time):  # other work of the machine does not count
         program = nd.compile(llama(*sizes), mesh)
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return program.times, largest if sys.platform == "darwin" else largest * 1024
+    return program.times, largest()
 
 
 def main(

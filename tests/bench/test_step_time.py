@@ -1,0 +1,62 @@
+"""The benchmark's ways train the same model on the same data: their first losses agree, within bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.bench import step_time
+from tests.bench.step_time import Row, table
+from tests.bench.workloads import WORKLOADS
+
+UNIT = 2**-8
+"""Relative rounding of bfloat16; a loss of two blocks may be off by about that."""
+
+
+def rows_of(cases: tuple[str, ...], model: str = "llama-tiny") -> list[Row]:
+    workload = WORKLOADS[model]()
+    return [{"case": case} | step_time.timed(case, workload, torch.device("cpu"), 1, 1, False) for case in cases]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ("single", "fsdp2", "ndcompile:dp_shard=2"),
+        ("tp", 'ndcompile:tp=2/outputs="sharded"'),
+        pytest.param(
+            ("single", "ddp", "ndcompile:dp_replicate=2", 'ndcompile:dp_shard=2/remat="block"'), marks=pytest.mark.full
+        ),
+    ],
+    ids=["data", "tp", "more data"],
+)
+def test_ways_begin_with_the_same_loss(cases: tuple[str, ...]) -> None:
+    for rows in ranks.run(2, rows_of, cases, timeout=200.0):
+        first, *others = (row["first_loss"] for row in rows)
+        assert all(abs(other - first) < UNIT * first for other in others)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["gpt2-tiny", "vit-tiny"])
+def test_other_models_too(model: str) -> None:
+    cases = ("single", "ddp", "fsdp2", "ndcompile:dp_replicate=2", "ndcompile:dp_shard=2")
+    for rows in ranks.run(2, rows_of, cases, model, timeout=200.0):
+        first, *others = (row["first_loss"] for row in rows)
+        assert all(abs(other - first) < 2 * UNIT * first for other in others)
+
+
+def test_a_case_that_all_refuse_is_told() -> None:
+    for rows in ranks.run(2, rows_of, ("fsdp2:cp=2", "ndcompile:dp_shard=3")):
+        assert rows[0]["error"] == "ValueError: Fsdp2 has the axes dp_shard, tp, not cp"
+        assert "3" in rows[1]["error"]
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    found = [
+        {"case": "single", "per_s_gpu": 100.0, "gib": None, "first_s": 1.0},
+        {"case": "a", "per_s_gpu": 90.0, "gib": None, "first_s": 1.0},
+        {"case": "single", "per_s_gpu": 50.0, "gib": None, "first_s": 1.0},
+        {"case": "a", "per_s_gpu": 55.0, "gib": None, "first_s": 1.0},
+    ]
+    cells = [list(column.cells) for column in table(found, "").columns]
+    assert cells[:3] == [["single", "a"], ["75", "72"], ["1.000", "1.000"]]
