@@ -12,11 +12,11 @@ from rich.table import Table
 from torch import nn
 
 from ndcompile.program import Program
-from ndcompile.verify import ATTEMPTS
 from ndcompile.verify.arithmetic import FAILURES, AsWritten, Domain, Field, NotInDomain, ZeroDenominator
 from ndcompile.verify.compare import compare, results_differ
 from ndcompile.verify.execute import Step, on_one_device, on_ranks
 from ndcompile.verify.graph_mutants import GraphMutant, seen_by_types
+from ndcompile.verify.layer import ATTEMPTS
 from ndcompile.verify.lockstep import NeverWaitedFor, RanksDisagree
 from ndcompile.verify.mutants import Mutant
 from ndcompile.verify.sample import Sample, draw
