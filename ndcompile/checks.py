@@ -136,7 +136,7 @@ def conversions_are_rows(graph: fx.GraphModule, mesh: MeshSpec) -> None:
             )
         _check_arguments(node, row.name, move.source, move.target, move.axes)
         value = _tensor(node.args[0])
-        if row == IN_ORDER and not _head_tail(value, move.axes):
+        if row == IN_ORDER and move.axes not in [(axis,) for axis in _head_tail(value)]:
             raise _broken(f"{row.name} of what does not lie head–tail on {', '.join(move.axes)}", node, ORDERED)
         before = value.meta["stored"] if "stored" in value.meta and node.meta["bucket"] else value.meta["layout"]
         after = node.meta["layout"]
@@ -154,11 +154,16 @@ def conversions_are_rows(graph: fx.GraphModule, mesh: MeshSpec) -> None:
             raise _broken(f"{row.name} turns '{before}' into '{after}'", node, f"it may change {moved} only")
 
 
-def _head_tail(value: fx.Node, axes: tuple[str, ...] | None = None) -> bool:
-    """Whether the ranks of an axis (of just these) hold two chunks each of a sequence, and not one part in order."""
+def _head_tail(value: fx.Node) -> list[str]:
+    """The axes whose ranks hold two chunks each of a sequence, and not one part in order."""
     dims = zip(value.meta["layout"].dims, value.meta["shape"], strict=True)
     found = [axis for on_dim, size in dims if not size.constant for axis in on_dim if kind_of(axis) in HEAD_TAIL]
-    return not value.meta.get("natural") and (bool(found) if axes is None else axes in [(axis,) for axis in found])
+    while "move" in value.meta or "data_axes" in value.meta:
+        move = value.meta.get("move")
+        if move is not None and move.conversion == IN_ORDER:
+            found = [axis for axis in found if axis not in move.axes]
+        value = _tensor(value.args[0])
+    return found
 
 
 ORDERED = "it would bring a sequence out of order"

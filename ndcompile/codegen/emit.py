@@ -11,7 +11,14 @@ from torch import fx
 
 from ndcompile.codegen.loops import LoopWriter
 from ndcompile.codegen.names import (
-    MEMBERS, RESERVED, RUNTIME, block_range, block_table, fresh, identifier, value_name,
+    MEMBERS,
+    RESERVED,
+    RUNTIME,
+    block_range,
+    block_table,
+    fresh,
+    identifier,
+    value_name,
 )  # fmt: skip
 from ndcompile.codegen.ops import KEEPS_NAME, Writer
 from ndcompile.codegen.segments import Loop, Segment, segments, statements
@@ -141,17 +148,18 @@ class _Emitter:
         return lines
 
     def _title(self, segment: Segment, part: Segment) -> str:
-        """The name of a function: that of its segment for the first, for others that of a result that it gives."""
+        """The name of a function: that of a result; a stretch's first and a block's last have their own."""
         at = next(i for i, own in enumerate(segment.parts) if own is part)
         base = "compute" if segment.block else self._segment_title(segment)
-        if at == 0:
+        if at == (len(segment.parts) - 1 if segment.block else 0):
             return base
         owner = self._class_name(segment) if segment.block else self.root
         if (owner, base, at) not in self.titles:
             taken = {name for (other, *_), name in self.titles.items() if other == owner}
             roots = {self._segment_title(s) for s in self.segments if not s.block}
             used = taken | MEMBERS | (set() if segment.block else roots)
-            self.titles[owner, base, at] = fresh(value_name(part.outputs[0]), used)
+            given = [value for value in part.outputs if value in segment.outputs] or part.outputs
+            self.titles[owner, base, at] = fresh(value_name(given[0]), used)
         return self.titles[owner, base, at]
 
     def _recomputed(self, segment: Segment) -> list[str]:

@@ -80,7 +80,7 @@ def start_all_to_all(x: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def start_exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
-    """Start the exchange of unequal parts of dim 0: the next `sent[j]` entries go to rank `j`, which sends `received[j]`."""
+    """Start an exchange of unequal parts of dim 0: rank `j` gets the next `sent[j]` entries and sends `received[j]`."""
     return _ops.all_to_all_single(x, list(received), list(sent), group)
 
 

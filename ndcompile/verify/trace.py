@@ -31,7 +31,7 @@ class Value:
 
 @dataclass
 class Call:
-    """One call of a pure function of the text, a part of a segment of the program; or what `forward` does at its end."""
+    """One call of a pure function of the text, a part of a segment of the program, or of what `forward` does last."""
 
     function: str
     weights: list[Value] = field(default_factory=list)

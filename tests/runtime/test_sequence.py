@@ -84,6 +84,7 @@ def convert(
     name: str, x: Tensor, axis: Ranks, source: Placement, target: Placement, orders: tuple[bool, bool]
 ) -> Tensor:
     if name == IN_ORDER.name:
+        assert source.dim is not None
         return collectives.in_order(x, axis, dim=source.dim)
     dims = [p.dim for p in (source, target) if p.kind == "S"]
     given = dict(balanced=orders[0], balanced_target=orders[1]) if len(dims) == 2 else dict(balanced=True)
