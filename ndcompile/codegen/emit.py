@@ -19,7 +19,7 @@ from ndcompile.codegen.names import (
     fresh,
     identifier,
     value_name,
-)  # fmt: skip
+)
 from ndcompile.codegen.ops import KEEPS_NAME, Writer
 from ndcompile.codegen.segments import Loop, Segment, segments, statements
 from ndcompile.codegen.sizes import SizeFacts, SizeNames, axis_name
@@ -107,31 +107,29 @@ class _Emitter:
             lines += ["", "", f"class {name}(Block):  # {block_range(blocks)}", "    weights = dict("]
             lines += self._weights(segment, "        ")
             lines += ["    )", ""]
-            given, body = self._block_forward(segment, [parameters for parameters, _, _ in functions])
+            given, body = self._block_forward(segment)
             lines += [f"    def forward(self{', ' + given if given else ''}):"]
             lines += [f"        # {text}" for text in self._bucket_comments(segment)]
             lines += [f"        with self.gathered({'reshard=False' if segment.gathered else ''}) as w:"]
             lines += indented(body, 12)
-            for part, (parameters, body, result) in zip(segment.parts, functions, strict=True):
+            for part, (parameters, inner, result) in zip(segment.parts, functions, strict=True):
                 passed = ", ".join(["w", *parameters])
                 lines += ["", "    @staticmethod", *self._recomputed(segment)]
                 lines += [f"    def {self._title(segment, part)}({passed}):"]
-                lines += [*indented(body, 8), f"        return {result}"]
+                lines += [*indented(inner, 8), f"        return {result}"]
         return lines
 
-    def _block_forward(self, segment: Segment, parameters: list[list[str]]) -> tuple[str, list[str]]:
+    def _block_forward(self, segment: Segment) -> tuple[str, list[str]]:
         """What a block's `forward` takes, and what stands under its weights."""
-        if len(segment.parts) == 1:
-            return ", ".join(parameters[0]), [f"return self.compute({', '.join(['w', *parameters[0]])})"]
         names: dict[fx.Node, str] = {}
         used = set(RESERVED) | self._global_names()
-        for part, own in zip(segment.parts, parameters, strict=True):
-            for value, name in zip(part.inputs, own, strict=True):
-                if value not in segment.nodes and value not in names:
-                    names[value] = name if name == "rng" else fresh(name, used)
+        for value in segment.inputs:
+            names[value] = self._parameter(value, used)
+        given = ", ".join(names.values())
+        if len(segment.parts) == 1:
+            return given, [f"return self.compute({', '.join(['w', *names.values()])})"]
         body = self._calls(segment, names, used)
-        returned = ", ".join(names[value] for value in segment.outputs)
-        return ", ".join(names[value] for value in segment.inputs), [*body, f"return {returned}"]
+        return given, [*body, f"return {', '.join(names[value] for value in segment.outputs)}"]
 
     def _calls(self, segment: Segment, names: dict[fx.Node, str], used: set[str]) -> list[str]:
         """A segment's functions in order, one a line; names what it makes and has no name."""
@@ -244,8 +242,7 @@ class _Emitter:
         parameters = []
         for value in segment.inputs:
             own = "role" not in value.meta and value.meta["segment"] == segment.number
-            name = value_name(value) if own else self._input_name(value)
-            names[value] = "rng" if name == "rng_" else fresh(name, used)
+            names[value] = fresh(value_name(value), used) if own else self._parameter(value, used)
             parameters.append(names[value])
         names |= {port: names[value] for port, value in segment.ports.items()}
         device = next((f"{names[v]}.device" for v in [*segment.inputs, *(e.node for e in segment.entries)]), '"cpu"')
@@ -266,6 +263,10 @@ class _Emitter:
 
     def _global_names(self) -> set[str]:
         return {axis_name((a,)) for a in self.mesh.names} | set(self.sizes.table) | {"data", *self.symbols}
+
+    def _parameter(self, value: fx.Node, used: set[str]) -> str:
+        name = self._input_name(value)
+        return "rng" if name == "rng_" else fresh(name, used)
 
     def _input_name(self, value: fx.Node) -> str:
         if value.meta.get("role") in ("input", "key", "fold"):
