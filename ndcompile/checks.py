@@ -15,7 +15,7 @@ from torch import fx
 from ndcompile.duties import duties
 from ndcompile.errors import CompileError
 from ndcompile.mesh import HEAD_TAIL, MeshAxis, MeshSpec, kind_of
-from ndcompile.placement import COLLECTIVES, CONVERSIONS, REDUCING, I, Layout, P, Placement, R, S
+from ndcompile.placement import COLLECTIVES, IN_ORDER, REDUCING, I, Layout, P, Placement, R, S, row_of
 from ndcompile.size import ONE, Size, product
 
 
@@ -115,6 +115,8 @@ def no_implicit_communication(graph: fx.GraphModule, mesh: MeshSpec) -> None:
                     node,
                     "a conversion is missing on this edge",
                 )
+            if node.op == "output" and _head_tail(value):
+                raise _broken(f"the result %{value.name} lies head–tail", node, "a conversion is missing on this edge")
 
 
 UNPLACED = "each use needs one layout"
@@ -126,7 +128,7 @@ def conversions_are_rows(graph: fx.GraphModule, mesh: MeshSpec) -> None:
         move = node.meta.get("move")
         if move is None:
             continue
-        row = CONVERSIONS.get((move.source.kind, move.target.kind))
+        row = row_of(move.source, move.target)
         called = getattr(node.target, "__name__", str(node.target))
         if row is None or called != row.name:
             raise _broken(
@@ -134,6 +136,8 @@ def conversions_are_rows(graph: fx.GraphModule, mesh: MeshSpec) -> None:
             )
         _check_arguments(node, row.name, move.source, move.target, move.axes)
         value = _tensor(node.args[0])
+        if row == IN_ORDER and move.axes not in [(axis,) for axis in _head_tail(value)]:
+            raise _broken(f"{row.name} of what does not lie head–tail on {', '.join(move.axes)}", node, ORDERED)
         before = value.meta["stored"] if "stored" in value.meta and node.meta["bucket"] else value.meta["layout"]
         after = node.meta["layout"]
         for axis in move.axes:
@@ -150,11 +154,26 @@ def conversions_are_rows(graph: fx.GraphModule, mesh: MeshSpec) -> None:
             raise _broken(f"{row.name} turns '{before}' into '{after}'", node, f"it may change {moved} only")
 
 
+def _head_tail(value: fx.Node) -> list[str]:
+    """The axes whose ranks hold two chunks each of a sequence, and not one part in order."""
+    dims = zip(value.meta["layout"].dims, value.meta["shape"], strict=True)
+    found = [axis for on_dim, size in dims if not size.constant for axis in on_dim if kind_of(axis) in HEAD_TAIL]
+    while "move" in value.meta or "data_axes" in value.meta:
+        move = value.meta.get("move")
+        if move is not None and move.conversion == IN_ORDER:
+            found = [axis for axis in found if axis not in move.axes]
+        value = _tensor(value.args[0])
+    return found
+
+
+ORDERED = "it would bring a sequence out of order"
+
+
 def _check_arguments(node: fx.Node, name: str, source: Placement, target: Placement, axes: tuple[str, ...]) -> None:
     """The call says what its row says: over which axes, and along which dims."""
     assert isinstance(node.args[1], MeshAxis), "a conversion's second argument is its axes"
     given = node.args[1].names
-    if source.kind == target.kind:
+    if source.kind == target.kind and name != IN_ORDER.name:
         dims, due = [node.kwargs.get("source"), node.kwargs.get("target")], [source.dim, target.dim]
     else:
         dims, due = [node.kwargs.get("dim")], [target.dim if source.dim is None else source.dim]

@@ -88,8 +88,18 @@ TABLE: tuple[Conversion, ...] = (
 )
 """Every legal conversion on one axis. Nothing else leaves `P`, and nothing reduces an `R` or an `I`."""
 
+IN_ORDER = Conversion("S", "S", "in_order", "all_to_all", "all_to_all")
+"""From `S(d)` to `S(d)`: the ranks held two chunks of the dim each, head–tail, and now hold one part each, in order."""
+
 CONVERSIONS: Mapping[tuple[str, str], Conversion] = {(row.source, row.target): row for row in TABLE}
-BY_NAME: Mapping[str, Conversion] = {row.name: row for row in TABLE}
+BY_NAME: Mapping[str, Conversion] = {row.name: row for row in (*TABLE, IN_ORDER)}
+
+
+def row_of(source: Placement, target: Placement) -> Conversion | None:
+    """The conversion between two placements: of a shard that stays one of its dim, the one that puts it in order."""
+    stays = source == target and source.kind == "S"
+    return IN_ORDER if stays else CONVERSIONS.get((source.kind, target.kind))
+
 
 COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 """The primitives that move bytes between ranks."""

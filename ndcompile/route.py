@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ndcompile.cost import conversion_time
-from ndcompile.placement import CONVERSIONS, Conversion, I, Layout, P, Placement, R, S
+from ndcompile.placement import Conversion, I, Layout, P, Placement, R, S, row_of
 
 T = TypeVar("T")
 
@@ -59,7 +59,9 @@ class Move:
     @property
     def conversion(self) -> Conversion:
         """The row of the table: its runtime function and its primitives."""
-        return CONVERSIONS[self.source.kind, self.target.kind]
+        row = row_of(self.source, self.target)
+        assert row is not None, f"no conversion is {self.source}→{self.target}"
+        return row
 
     def apply(self, layout: Layout) -> Layout:
         """The layout after the move; new shards are the minor ones of their dim."""
@@ -68,7 +70,8 @@ class Move:
         return layout
 
     def __str__(self) -> str:
-        return f"{' × '.join(self.axes)} {self.source}→{self.target}"
+        turned = " in order" if self.source == self.target else ""
+        return f"{' × '.join(self.axes)} {self.source}→{self.target}{turned}"
 
 
 def route(

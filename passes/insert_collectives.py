@@ -16,7 +16,7 @@ from ndcompile.build import Builder
 from ndcompile.fold import in_run
 from ndcompile.mesh import GATHERED, MeshAxis, MeshSpec
 from ndcompile.passes.measure_values import symbol_sizes
-from ndcompile.placement import I, Layout, Placement, R, S
+from ndcompile.placement import IN_ORDER, I, Layout, Placement, R, S
 from ndcompile.precision import Precision
 from ndcompile.route import Move, route
 from ndcompile.rules.registry import operands, results
@@ -117,17 +117,17 @@ class _Inserter:
         return self.made[key]
 
     def in_order(self, value: fx.Node, before: fx.Node) -> fx.Node:
-        """A result of which each rank holds one part, where it holds two, head–tail: there and back by another dim."""
+        """A result of which each rank holds one part, where it holds two chunks, head–tail."""
         layout = value.meta["layout"]
         for dim, axes in enumerate(layout.dims):
             for axis in axes:
                 if _balanced(value, dim, (axis,), self.mesh):
-                    start, there = value, _detour(value, axis, dim, self.mesh)
+                    start = value
                     inner, whole = axes[axes.index(axis) + 1 :], I if value.meta["grad"] else R
                     aside = [Move((a,), S(dim), whole) for a in reversed(inner)]
-                    value = self._chain(value, (*aside, Move((axis,), S(dim), there)), before, bucket=False)
-                    value = self._chain(value, (Move((axis,), there, S(dim)),), before, bucket=False, natural=True)
-                    value = self._chain(value, tuple(Move((a,), whole, S(dim)) for a in inner), before, bucket=False)
+                    back = [Move((a,), whole, S(dim)) for a in inner]
+                    turn = Move((axis,), S(dim), S(dim))
+                    value = self._chain(value, (*aside, turn, *back), before, bucket=False)
                     for node in _chain_of(value, start):
                         node.meta |= {k: before.meta.get(k) for k in PLACE}
         return value
@@ -139,15 +139,14 @@ class _Inserter:
         before: fx.Node,
         bucket: bool,
         layout: Layout | None = None,
-        natural: bool = False,
     ) -> fx.Node:
         layout = layout or value.meta["layout"]
         with self.graph.graph.inserting_before(before):
             for move in moves if bucket else one_by_one(moves, value, self.mesh):
-                arguments = _arguments(value, move, layout, self.mesh, natural)
+                arguments = _arguments(value, move, layout, self.mesh)
                 node = self.graph.graph.call_function(getattr(runtime, move.conversion.name), *arguments)
                 layout = move.apply(layout)
-                node.meta = _meta(value, before, move, layout, bucket, self.precision) | dict(natural=natural)
+                node.meta = _meta(value, before, move, layout, bucket, self.precision)
                 value = node
         return value
 
@@ -182,16 +181,6 @@ def one_by_one(moves: tuple[Move, ...], value: fx.Node, mesh: MeshSpec) -> Itera
             yield move
 
 
-def _detour(value: fx.Node, axis: str, dim: int, mesh: MeshSpec) -> Placement:
-    """Another dim that the axis can shard for a while; replicated if there is none."""
-    shape, dims, ranks = value.meta["shape"], value.meta["layout"].dims, mesh.size(axis)
-    for other in reversed(range(len(shape))):
-        left = mesh.size(*dims[other]) * ranks
-        if other != dim and shape[other].constant and shape[other].divides_by(left):
-            return S(other)
-    return I if value.meta["grad"] else R
-
-
 def _balanced(value: fx.Node, dim: int, axes: tuple[str, ...], mesh: MeshSpec) -> bool:
     """Whether the dim lies head–tail on the axes: a sequence, over the axis of a kind that shards those."""
     return KINDS[mesh[axes[0]].kind].attends and not value.meta["shape"][dim].constant
@@ -213,14 +202,13 @@ def same(here: Layout, there: Layout, grad: bool) -> bool:
     return all(p == rest[a] or (p.whole and rest[a].whole) for a, p in here.rest)
 
 
-def _arguments(
-    value: fx.Node, move: Move, layout: Layout, mesh: MeshSpec, natural: bool = False
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """With `natural` a target's parts are in rank order, whatever its dim is."""
+def _arguments(value: fx.Node, move: Move, layout: Layout, mesh: MeshSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
     axis = MeshAxis(move.axes)
     source, target = move.source, move.target
+    if move.conversion == IN_ORDER:
+        return (value, axis), dict(dim=source.dim)
     if source.dim is not None and target.dim is not None:
-        orders = dict(balanced=source.dim) | ({} if natural else dict(balanced_target=target.dim))
+        orders = dict(balanced=source.dim, balanced_target=target.dim)
         given = {name: True for name, d in orders.items() if _balanced(value, d, move.axes, mesh)}
         return (value, axis), dict(source=source.dim, target=target.dim, **given)
     if source.kind == "P" and source.op != "sum":
@@ -231,7 +219,7 @@ def _arguments(
     others = mesh.size(*(a for a in layout.dims[dim] if a not in move.axes))
     size = value.meta["shape"][dim]
     if size.divides_by(others * mesh.size(*move.axes)):
-        balanced = _balanced(value, dim, move.axes, mesh) and not natural
+        balanced = _balanced(value, dim, move.axes, mesh)
         return (value, axis), dict(dim=dim) | (dict(balanced=True) if balanced else {})
     assert size.divides_by(others), "only one axis may cut a dim unevenly"
     return (value, axis), dict(dim=dim, size=size.coefficient // others)
@@ -250,8 +238,15 @@ def _meta(
     reduced = (precision.reduce or dtype) if bucket else dtype
     backward = reduced if move.conversion.backward in ("all_reduce", "reduce_scatter") else dtype
     name = value.meta.get("parameter") or (value.meta["name"] if value.meta.get("role") == "parameter" else None)
+    natural = move.conversion == IN_ORDER or value.meta.get("natural", False)
     return meta | dict(
-        layout=layout, move=move, bucket=bucket, parameter=name, forward_dtype=dtype, backward_dtype=backward
+        natural=natural,
+        layout=layout,
+        move=move,
+        bucket=bucket,
+        parameter=name,
+        forward_dtype=dtype,
+        backward_dtype=backward,
     )
 
 
@@ -288,7 +283,7 @@ def _convert_results(inserter: _Inserter, graph: fx.GraphModule) -> None:
             with graph.graph.inserting_before(output):
                 scaled = graph.graph.call_function(runtime.scale_gradient, (new, 1 / mesh.size(*data)))
             scaled.meta = {k: new.meta[k] for k in (*KEPT, "layout")} | dict(segment=last, block="", data_axes=data)
-            scaled.meta |= dict(module="", source=None)
+            scaled.meta |= dict(module="", source=None, natural=new.meta.get("natural", False))
             new = scaled
         converted.append(new)
     output.args = (tuple(converted),)

@@ -106,6 +106,31 @@ def test_no_check_complains_of_an_unbroken_copy(kind: str, mesh: str) -> None:
         check(graph_of(kind, mesh), MeshSpec.parse(mesh))
 
 
+# ---- the order of sequences ------------------------------------------------------------------------------------------
+
+
+def test_a_result_that_is_not_put_in_order_is_seen() -> None:
+    graph = graph_of("stack", "cp=2")
+    checks.no_implicit_communication(graph, MeshSpec.parse("cp=2"))
+    drop(graph, "in_order")
+    assert complaint(checks.no_implicit_communication, graph, "cp=2") == (
+        "the result %linear_2 lies head–tail\n  node    %output\n  why     a conversion is missing on this edge"
+    )
+
+
+def test_what_is_in_order_is_not_put_so_again() -> None:
+    graph = graph_of("stack", "cp=2")
+    once = node(graph, "in_order")
+    again = insert(graph, "in_order", runtime.in_order, once.args[1], move=once.meta["move"])
+    again.kwargs = once.kwargs
+    assert complaint(checks.conversions_are_rows, graph, "cp=2") == (
+        "in_order of what does not lie head–tail on cp\n"
+        "  node    %in_order_1   head\n"
+        "  source  models.py:49   logits = self.head(x)\n"
+        "  why     it would bring a sequence out of order"
+    )
+
+
 # ---- what is left in the graph -------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,16 @@ from typing import Any
 from torch import fx
 
 from ndcompile.codegen.loops import LoopWriter
-from ndcompile.codegen.names import RESERVED, RUNTIME, block_range, block_table, fresh, identifier, value_name
+from ndcompile.codegen.names import (
+    MEMBERS,
+    RESERVED,
+    RUNTIME,
+    block_range,
+    block_table,
+    fresh,
+    identifier,
+    value_name,
+)
 from ndcompile.codegen.ops import KEEPS_NAME, Writer
 from ndcompile.codegen.segments import Loop, Segment, segments, statements
 from ndcompile.codegen.sizes import SizeFacts, SizeNames, axis_name
@@ -59,6 +68,7 @@ class _Emitter:
         self.root = identifier(names.classes.get("", "Model"))
         self.functions: dict[int, str] = {}
         self.class_names: dict[Any, str] = {}
+        self.titles: dict[tuple[str, str, int], str] = {}
 
     def emit(self) -> Emitted:
         classes = self._classes()
@@ -93,19 +103,62 @@ class _Emitter:
             done.add(segment.kind)
             name = self._class_name(segment)
             blocks = [block for s in self.segments if s.kind == segment.kind for block in s.blocks]
-            parameters, body, result = self._function(segment)
+            functions = [self._function(part) for part in segment.parts]
             lines += ["", "", f"class {name}(Block):  # {block_range(blocks)}", "    weights = dict("]
             lines += self._weights(segment, "        ")
             lines += ["    )", ""]
-            given = ", ".join(parameters)
-            passed = ", ".join(["w", *parameters])
+            given, body = self._block_forward(segment)
             lines += [f"    def forward(self{', ' + given if given else ''}):"]
             lines += [f"        # {text}" for text in self._bucket_comments(segment)]
             lines += [f"        with self.gathered({'reshard=False' if segment.gathered else ''}) as w:"]
-            lines += [f"            return self.compute({passed})", ""]
-            lines += ["    @staticmethod", *self._recomputed(segment), f"    def compute({passed}):"]
-            lines += [*indented(body, 8), f"        return {result}"]
+            lines += indented(body, 12)
+            for part, (parameters, inner, result) in zip(segment.parts, functions, strict=True):
+                passed = ", ".join(["w", *parameters])
+                lines += ["", "    @staticmethod", *self._recomputed(segment)]
+                lines += [f"    def {self._title(segment, part)}({passed}):"]
+                lines += [*indented(inner, 8), f"        return {result}"]
         return lines
+
+    def _block_forward(self, segment: Segment) -> tuple[str, list[str]]:
+        """What a block's `forward` takes, and what stands under its weights."""
+        names: dict[fx.Node, str] = {}
+        used = set(RESERVED) | self._global_names()
+        for value in segment.inputs:
+            names[value] = self._parameter(value, used)
+        given = ", ".join(names.values())
+        if len(segment.parts) == 1:
+            return given, [f"return self.compute({', '.join(['w', *names.values()])})"]
+        body = self._calls(segment, names, used)
+        return given, [*body, f"return {', '.join(names[value] for value in segment.outputs)}"]
+
+    def _calls(self, segment: Segment, names: dict[fx.Node, str], used: set[str]) -> list[str]:
+        """A segment's functions in order, one a line; names what it makes and has no name."""
+        lines = []
+        for part in segment.functions:
+            for value in part.outputs:
+                if value not in names:
+                    names[value] = fresh(value_name(value), used)
+            targets = ", ".join(names[value] for value in part.outputs)
+            given = ["w"] if part.entries or part.block else []
+            given += [names[value] for value in part.inputs]
+            text = f"self.{self._title(segment, part)}({', '.join(given)})"
+            lines.append(f"{targets} = {text}" if targets else text)
+        return lines
+
+    def _title(self, segment: Segment, part: Segment) -> str:
+        """The name of a function: that of a result; a stretch's first and a block's last have their own."""
+        at = next(i for i, own in enumerate(segment.parts) if own is part)
+        base = "compute" if segment.block else self._segment_title(segment)
+        if at == (len(segment.parts) - 1 if segment.block else 0):
+            return base
+        owner = self._class_name(segment) if segment.block else self.root
+        if (owner, base, at) not in self.titles:
+            taken = {name for (other, *_), name in self.titles.items() if other == owner}
+            roots = {self._segment_title(s) for s in self.segments if not s.block}
+            used = taken | MEMBERS | (set() if segment.block else roots)
+            given = [value for value in part.outputs if value in segment.outputs] or part.outputs
+            self.titles[owner, base, at] = fresh(value_name(given[0]), used)
+        return self.titles[owner, base, at]
 
     def _recomputed(self, segment: Segment) -> list[str]:
         """What stands over a block's `compute` where backward recomputes it."""
@@ -188,8 +241,8 @@ class _Emitter:
         used = set(RESERVED) | self._global_names()
         parameters = []
         for value in segment.inputs:
-            name = self._input_name(value)
-            names[value] = "rng" if name == "rng_" else fresh(name, used)
+            own = "role" not in value.meta and value.meta["segment"] == segment.number
+            names[value] = fresh(value_name(value), used) if own else self._parameter(value, used)
             parameters.append(names[value])
         names |= {port: names[value] for port, value in segment.ports.items()}
         device = next((f"{names[v]}.device" for v in [*segment.inputs, *(e.node for e in segment.entries)]), '"cpu"')
@@ -210,6 +263,10 @@ class _Emitter:
 
     def _global_names(self) -> set[str]:
         return {axis_name((a,)) for a in self.mesh.names} | set(self.sizes.table) | {"data", *self.symbols}
+
+    def _parameter(self, value: fx.Node, used: set[str]) -> str:
+        name = self._input_name(value)
+        return "rng" if name == "rng_" else fresh(name, used)
 
     def _input_name(self, value: fx.Node) -> str:
         if value.meta.get("role") in ("input", "key", "fold"):
@@ -238,7 +295,7 @@ class _Emitter:
             used = (row.forward, row.backward if node.meta["grad"] else "")
             forward, backward = (p if p in COLLECTIVES else "–" for p in used)
             sides = f"{forward} ⇄ {backward}" if {forward, backward} != {"–"} else "no communication"
-            return f"{' × '.join(move.axes)} {move.source}→{move.target}   {sides}"
+            return f"{move}   {sides}"
         if not op_name(node.target).split(".")[1].startswith(SHOWN):
             return ""
         layout = node.meta["layout"]
@@ -268,10 +325,12 @@ class _Emitter:
         inputs = [n for n in self.graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "input"]
         lender = next((n for n in inputs if _ways([n], symbol)), None)
         assert lender is not None, f"segment {segment.number} needs the size {symbol}, which no input of the model has"
-        for other in self.segments:
-            twin = other.block and segment.block and other.kind == segment.kind
-            if other is segment or twin or _one_function(segment, other):
-                other.inputs.append(lender)
+        owner = next(s for s in self.segments if any(part is segment for part in s.parts))
+        at = next(i for i, part in enumerate(owner.parts) if part is segment)
+        for other in (s for s in self.segments if s.text == owner.text):
+            for taker in (other, other.parts[at]):
+                if lender not in taker.inputs:
+                    taker.inputs.append(lender)
 
     # ---- the root ------------------------------------------------------------------------------------------------
 
@@ -291,20 +350,23 @@ class _Emitter:
             if title in written:
                 continue
             written.add(title)
-            parameters, inner, result = self._function(segment)
             if segment.entries:
                 tables += [f'        "{title}": dict(', *self._weights(segment, "            "), "        ),"]
-            passed = ", ".join((["w"] if segment.entries else []) + parameters)
-            functions += ["", "    @staticmethod", f"    def {title}({passed}):"]
-            functions += [*indented(inner, 8), f"        return {result}"]
+            for part in segment.functions:
+                parameters, inner, result = self._function(part)
+                passed = ", ".join((["w"] if part.entries else []) + parameters)
+                functions += ["", "    @staticmethod", f"    def {self._title(segment, part)}({passed}):"]
+                functions += [*indented(inner, 8), f"        return {result}"]
         for statement in self.statements:
             if isinstance(statement, Loop):
                 body += LoopWriter(self).write(statement, names, used)
             else:
                 segment = statement.segment
                 taken = [self.argument(v, names) for v in segment.inputs]
-                targets = [self.target(v, names, used) for v in segment.outputs]
-                body += self.call(segment, f'self.block("{segment.block}")', taken, targets)
+                border = {node for part in segment.parts if part.border for node in part.nodes}
+                targets = [self.target(v, names, used) for v in segment.outputs if v not in border]
+                body += self.call(segment, f'self.block("{segment.block}")', taken, targets, names, used)
+                body += [line for part in segment.parts if part.border for line in self._border(part, names, used)]
         returned = [names[v] if isinstance(v, fx.Node) else repr(v) for v in model_results(self.graph)]
         body += self._updates(names)
         lines = ["", "", f"class {self.root}(Root):"]
@@ -329,7 +391,7 @@ class _Emitter:
             return "begin"
         if segment is roots[-1] and segment.run is None:
             return "end"
-        return f"between_{next(i for i, s in enumerate(roots) if s is segment or _one_function(s, segment))}"
+        return f"between_{next(i for i, s in enumerate(roots) if s.text == segment.text)}"
 
     def target(self, value: fx.Node, names: dict[fx.Node, str], used: set[str]) -> str:
         enters = any(value in s.inputs for s in self.segments if s.block)
@@ -352,23 +414,34 @@ class _Emitter:
         kept = value.meta["name"] in updates(self.graph) and any(user.meta.get("grad") for user in value.users)
         return f"{read}.clone()" if kept else read  # backward may need what the update overwrites
 
-    def call(self, segment: Segment, block: str, given: list[str], targets: list[str]) -> list[str]:
-        """A segment's statement, with its weights around it where it is the root's."""
-        target = f"{', '.join(targets)} = " if targets else ""
+    def call(
+        self, segment: Segment, block: str, given: list[str], targets: list[str], names: dict[fx.Node, str],
+        used: set[str],
+    ) -> list[str]:  # fmt: skip
+        """A segment's statements, with its weights around those of the root that take them."""
         if segment.block:
+            target = f"{', '.join(targets)} = " if targets else ""
             return [f"{target}{block}({', '.join(given)})"]
-        title = self._segment_title(segment)
-        if not segment.entries:
-            return [f"{target}self.{title}({', '.join(given)})"]
-        comments = [f"# {text}" for text in self._bucket_comments(segment)]
-        call = f"    {target}self.{title}({', '.join(['w', *given])})"
+        own = names | dict(zip(segment.inputs, given, strict=True))
+        calls = self._calls(segment, own, used)
+        names |= {value: own[value] for part in segment.functions for value in part.outputs}
+        weighted = max((i + 1 for i, part in enumerate(segment.functions) if part.entries), default=0)
+        lines = [*self._gathering(segment), *indented(calls[:weighted], 4)] if weighted else []
+        return lines + calls[weighted:]
+
+    def _border(self, part: Segment, names: dict[fx.Node, str], used: set[str]) -> list[str]:
+        """What brings results into the user's layout, as statements of `forward`."""
+        returned, writer = model_results(self.graph), Writer(names, self.sizes, "")
+        last = {value: i for i, node in enumerate(part.nodes) for value in operands(node)}
+        last |= {value: len(part.nodes) for value in returned if isinstance(value, fx.Node)}
+        lines = [self._statement(writer, node, i, last, used) for i, node in enumerate(part.nodes)]
+        self.axes |= writer.axes
+        return lines
+
+    def _gathering(self, segment: Segment) -> list[str]:
         stays = ", reshard=False" if segment.gathered else ""
-        return [*comments, f'with self.gathered("{title}"{stays}) as w:', call]
-
-
-def _one_function(one: Segment, two: Segment) -> bool:
-    """Whether two segments of the root are rounds of one run, with one text."""
-    return None is not one.kind == two.kind and not one.block and one.run is not None and one.run == two.run
+        comments = [f"# {text}" for text in self._bucket_comments(segment)]
+        return [*comments, f'with self.gathered("{self._segment_title(segment)}"{stays}) as w:']
 
 
 UNSIGNED = frozenset({"_operator.getitem", "runtime.scale_gradient"})

@@ -24,7 +24,10 @@ class Statements(Protocol):
 
     def target(self, value: fx.Node, names: dict[fx.Node, str], used: set[str]) -> str: ...
 
-    def call(self, segment: Segment, block: str, given: list[str], targets: list[str]) -> list[str]: ...
+    def call(
+        self, segment: Segment, block: str, given: list[str], targets: list[str], names: dict[fx.Node, str],
+        used: set[str],
+    ) -> list[str]: ...  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class LoopWriter:
                 else:
                     names[value] = names[first]
                 targets.append(names[value])
-            calls += self.statements.call(segment, variable or source, given, targets)
+            calls += self.statements.call(segment, variable or source, given, targets, names, used)
         for first, second in loop.carried:
             if names[second] != names[first]:
                 calls.append(f"{names[first]} = {names[second]}")

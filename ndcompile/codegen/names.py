@@ -17,11 +17,15 @@ RESERVED = frozenset(keyword.kwlist) | frozenset(
 
 RUNTIME = frozenset(
     "replicate invariant shard partial shard_invariant partial_invariant all_gather all_gather_invariant all_to_all "
-    "pad all_reduce all_reduce_invariant reduce_scatter embedding cross_entropy dropout attention "
+    "in_order pad all_reduce all_reduce_invariant reduce_scatter embedding cross_entropy dropout attention "
     "attention_with_dropout context_attention arange fold scale_gradient grouped_linear histogram literal "
     "batch_norm moving_average lstm gru rnn_tanh rnn_relu convolve running_sum".split()
 )
 """What emitted modules call of the runtime."""
+
+
+MEMBERS = frozenset("weights blocks forward compute gathered block list buffer update compile".split())
+"""What emitted classes have, and no further function of theirs may be called."""
 
 
 def value_name(node: fx.Node) -> str:
@@ -30,7 +34,7 @@ def value_name(node: fx.Node) -> str:
     if "move" in node.meta or "data_axes" in node.meta:
         origin = node.args[0]
         assert isinstance(origin, fx.Node)
-        return value_name(origin) if origin.op == "call_function" and "bucket" not in origin.meta else "part"
+        return value_name(origin) if origin.op == "call_function" and not origin.meta.get("bucket") else "part"
     if "called" in node.meta:
         return str(node.meta["called"])
     module = node.meta.get("module") or ""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from ndcompile.codegen.cuts import groups
 from ndcompile.fold import Place
 from ndcompile.rules.registry import operands, results
 
@@ -39,6 +40,14 @@ class Segment:
     """The results that are kept of a block that backward recomputes."""
     gathered: bool = False
     """Whether its gathered weights stay until backward."""
+    parts: list[Segment] = field(default_factory=list)
+    """Its pure functions, in order: the segment itself where it is one."""
+    border: bool = False
+    """A part that only brings results into the user's layout: it is no function, and is not compiled."""
+
+    @property
+    def functions(self) -> list[Segment]:
+        return [part for part in self.parts if not part.border]
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -48,6 +57,12 @@ class Segment:
     @property
     def run(self) -> int | None:
         return None if self.place is None else self.place.run
+
+    @property
+    def text(self) -> object:
+        """What it has in common with the segments that are emitted as one text with it."""
+        alone = not self.block and (self.run is None or self.kind is None)
+        return ("alone", self.number) if alone else (bool(self.block), self.kind, None if self.block else self.run)
 
 
 def segments(graph: fx.GraphModule) -> list[Segment]:
@@ -68,6 +83,7 @@ def segments(graph: fx.GraphModule) -> list[Segment]:
     for segment in listed:
         _connect(segment)
     _find_outputs(graph, listed)
+    _cut(graph, listed)
     return listed
 
 
@@ -116,6 +132,55 @@ def _share_outputs(listed: list[Segment]) -> None:
         given = {n.meta["at"] for segment in pair for n in segment.outputs}
         for segment in pair:
             segment.outputs = [n for n in segment.nodes if n.meta.get("at") in given]
+
+
+def _cut(graph: fx.GraphModule, listed: list[Segment]) -> None:
+    """Give each segment its parts; segments of one text are cut alike, by the results of any of them."""
+    border, returned = _at_border(graph)
+    alike: dict[object, list[Segment]] = {}
+    for segment in listed:
+        alike.setdefault(segment.text, []).append(segment)
+    for same in alike.values():
+        optional = {i for segment in same for i, node in enumerate(segment.nodes) if node in returned}
+        for segment in same:
+            last = [node for node in segment.nodes if node in border]
+            nodes = [node for node in segment.nodes if node not in border]
+            given = {*segment.outputs, *(value for node in last for value in operands(node))}
+            found = groups(nodes, given, [n for i, n in enumerate(segment.nodes) if i in optional])
+            segment.parts = [_part(segment, nodes) for nodes in found] if last or len(found) > 1 else [segment]
+            if last:
+                segment.parts.append(replace(_part(segment, last), border=True))
+
+
+def _at_border(graph: fx.GraphModule) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The nodes that only bring results into the user's layout, in words that need no size; and with them the results
+    before they are brought there.
+    """
+    border, returned = set[fx.Node](), set[fx.Node]()
+    for value in results(graph):
+        while isinstance(value, fx.Node):
+            returned.add(value)
+            brings = "data_axes" in value.meta or (value.meta.get("natural") and "size" not in value.kwargs)
+            if not brings or any(user.op != "output" and user not in border for user in value.users):
+                break
+            border.add(value)
+            value = value.all_input_nodes[0]
+    return border, returned
+
+
+def _part(segment: Segment, nodes: list[fx.Node]) -> Segment:
+    """These nodes of a segment as one; in a block it takes all weights, else those of the stretch or none."""
+    own, taken = set(nodes), dict.fromkeys(value for node in nodes for value in operands(node))
+    entered = {entry.node for entry in segment.entries}
+    entries = segment.entries if segment.block or entered & set(taken) else []
+    ports = {port: value for port, value in segment.ports.items() if port in taken}
+    outside = [value for value in taken if value not in own | entered and value not in ports]
+    outside.sort(key=segment.inputs.__contains__)  # what the segment itself makes comes first
+    given = {*segment.outputs, *(value for node in segment.nodes if node not in own for value in operands(node))}
+    return replace(
+        segment, nodes=nodes, entries=entries, ports=ports, inputs=list(dict.fromkeys([*ports.values(), *outside])),
+        outputs=[node for node in nodes if node in given],
+    )  # fmt: skip
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from ndcompile.placement import BY_NAME
 from ndcompile.runtime import private
 from ndcompile.runtime.mesh import Ranks
-from ndcompile.runtime.sequence import dealt, natural, spans
+from ndcompile.runtime.sequence import dealt, exchange, natural, refuse_odd, spans
 
 
 def replicate(x: Tensor, axis: Ranks, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -88,6 +88,11 @@ def all_to_all(
         "all_to_all", x, axis, source, target=target, size=size, other=other,
         balanced=balanced, balanced_target=balanced_target,
     )  # fmt: skip
+
+
+def in_order(x: Tensor, axis: Ranks, dim: int) -> Tensor:
+    """S(dim), head–tail → S(dim), in one part each: a rank's two chunks go where they stand in order, and back."""
+    return _convert("in_order", x, axis, dim, target=dim, balanced=True)
 
 
 def pad(x: Tensor, axis: Ranks, dim: int, *, size: int | None = None, balanced: bool = False) -> Tensor:
@@ -223,6 +228,8 @@ class Convert(torch.autograd.Function):
 
 def _perform(primitive: str, x: Tensor, along: Along) -> Tensor:
     """A primitive. Its ranks hold a balanced dim head–tail: a whole is put in that order before it is cut, and back."""
+    if primitive == "all_to_all" and along.dim == along.target:
+        return _reordered(x, along)
     if along.balanced and primitive == "chunk":
         own = spans(x.shape[along.dim], along.axis)
         return torch.cat([x.narrow(along.dim, start, stop - start) for start, stop in own], along.dim)
@@ -285,6 +292,17 @@ def _all_to_all(x: Tensor, along: Along) -> Tensor:
     if along.size is not None:
         y = y.narrow(along.dim, 0, along.size)
     return y if along.other is None else y.narrow(along.target, 0, along.axis.part(along.other))
+
+
+def _reordered(x: Tensor, along: Along) -> Tensor:
+    """Between two orders of one dim: a rank's two chunks of it, copied at most once before and once after."""
+    refuse_odd(x.shape[along.dim] * along.ranks, along.ranks)
+    to, by = exchange(along.ranks, along.index, along.balanced, along.balanced_target)
+    y = torch.unflatten(x, along.dim, (2, x.shape[along.dim] // 2)).movedim(along.dim, 0)
+    y = torch.cat((y[1:], y[:1])) if to[0] > to[1] else y.contiguous()  # by rank, as they are sent
+    sent, received = ([ranks.count(rank) for rank in range(along.ranks)] for ranks in (to, by))
+    y = private.wait(private.start_exchange(y, sent, received, along.group))
+    return torch.cat((y[1], y[0]), along.dim) if by[0] > by[1] else _join(y, along.dim)
 
 
 PRIMITIVES: dict[str, Callable[[Tensor, Along], Tensor]] = {

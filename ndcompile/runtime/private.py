@@ -79,11 +79,16 @@ def start_all_to_all(x: Tensor, ranks: int, group: str) -> Tensor:
     return _ops.all_to_all_single(x, parts, parts, group)
 
 
+def start_exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
+    """Start an exchange of unequal parts of dim 0: rank `j` gets the next `sent[j]` entries and sends `received[j]`."""
+    return _ops.all_to_all_single(x, list(received), list(sent), group)
+
+
 def start_shift(x: Tensor, ranks: int, index: int, group: str) -> Tensor:
     """Start to send `x` to the next rank of a ring, and to receive the same shape from the one before."""
     sent, received = [0] * ranks, [0] * ranks
     sent[(index + 1) % ranks] = received[(index - 1) % ranks] = x.shape[0]
-    return _ops.all_to_all_single(x, received, sent, group)
+    return start_exchange(x, sent, received, group)
 
 
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:

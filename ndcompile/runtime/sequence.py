@@ -53,14 +53,28 @@ def held(ranks: int) -> list[int]:
     return [chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank)]
 
 
+def exchange(ranks: int, index: int, balanced: bool, balanced_target: bool) -> tuple[list[int], list[int]]:
+    """Of the two chunks of rank `index` in one order, and of the two in another: with whom they are exchanged.
+
+    First the ranks that get its chunks, then those that send it the other ones, as it holds them.
+
+    >>> exchange(4, 3, True, False)
+    ([1, 2], [1, 0])
+    """
+    orders = [held(ranks) if turned else list(range(2 * ranks)) for turned in (balanced, balanced_target)]
+    here, there = orders
+    places = range(2 * index, 2 * index + 2)
+    return [there.index(here[i]) // 2 for i in places], [here.index(there[i]) // 2 for i in places]
+
+
 def _reorder(x: Tensor, dim: int, order: list[int]) -> Tensor:
     step = _step(x.shape[dim], len(order) // 2)
     chunks = x.split(step, dim) if step else [x]
     return torch.cat([chunks[i] for i in order], dim) if step else x
 
 
-def _step(size: int, ranks: int) -> int:
-    """The length of a chunk."""
+def refuse_odd(size: int, ranks: int) -> None:
+    """Raise `ValueError` where a dim of `size` does not divide into two chunks a rank."""
     if size % (2 * ranks):
         below = size - size % (2 * ranks)
         raise ValueError(
@@ -68,4 +82,9 @@ def _step(size: int, ranks: int) -> int:
             f"  why  each of {ranks} ranks holds two of them, an early one and a late one\n"
             f"  try  a length of {below or 2 * ranks} or {below + 2 * ranks}, or balanced=False"
         )
+
+
+def _step(size: int, ranks: int) -> int:
+    """The length of a chunk."""
+    refuse_odd(size, ranks)
     return size // (2 * ranks)

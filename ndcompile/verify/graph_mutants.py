@@ -11,7 +11,7 @@ from torch import fx
 from ndcompile import checks, pipeline, runtime
 from ndcompile.mesh import MeshAxis, MeshSpec
 from ndcompile.pipeline import copied
-from ndcompile.placement import TABLE, I, P, Placement, R, S
+from ndcompile.placement import IN_ORDER, TABLE, I, P, Placement, R, S
 from ndcompile.program import Program
 from ndcompile.route import Move
 from ndcompile.rules.registry import describe
@@ -75,11 +75,13 @@ def _changes(node: fx.Node, mesh: MeshSpec) -> Iterator[tuple[str, Change]]:
         return  # it changes nothing, and nothing comes back
     what = "a parameter's way" if node.meta["bucket"] else "a conversion"
     yield f"{what} is dropped", _drop
-    if move.conversion.backward == "all_reduce" or move.conversion.forward in ("all_reduce", "reduce_scatter"):
+    adds = move.conversion.backward == "all_reduce" or move.conversion.forward in ("all_reduce", "reduce_scatter")
+    if adds or move.conversion == IN_ORDER:
         yield f"{what} is done twice", _twice
     for row in TABLE:
         source, target = _like(row.source, move), _like(row.target, move)
         differs = node.meta["grad"] or not (_same(source, move.source) and _same(target, move.target))
+        differs = differs and (source, target) != (move.source, move.target)
         if row.forward == move.conversion.forward and row.name != move.conversion.name and differs:
             yield f"{what} is another of the same forward", lambda n, s=source, t=target: _become(n, s, t)  # type: ignore[misc]
     for axis in mesh.names:

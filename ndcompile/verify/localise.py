@@ -172,7 +172,7 @@ def _rows(
     graph: fx.GraphModule, calls: Sequence[Sequence[Call]], is_tensor: Callable[[fx.Node], bool] = _placed
 ) -> Iterator[Row]:
     """Each value of a text: its node in the graph, its layout, and what the ranks hold."""
-    for number, segment in enumerate(segments(graph)):
+    for number, segment in enumerate(own for whole in segments(graph) for own in whole.parts):
         here = [of_rank[number] for of_rank in calls]
         for i, entry in enumerate(segment.entries):
             yield entry.node, entry.node.meta.get("layout"), [call.weights[i] for call in here]

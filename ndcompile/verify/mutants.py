@@ -114,7 +114,7 @@ def _order(site: Site) -> list[str]:
     if site.row in ("reduce_scatter", "chunk"):
         return [f"{site.name}(wrong.turned({site.first}, {site.axis}, {site.keyword('dim')}), {site.arguments(1)})"]
     if site.row == "all_to_all":
-        return [f"wrong.turned({site.text}, {site.axis}, {site.keyword('source')})"]
+        return [f"wrong.turned({site.text}, {site.axis}, {site.keyword('source') or site.keyword('dim')})"]
     return []
 
 

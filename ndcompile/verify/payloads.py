@@ -40,11 +40,14 @@ class Payload:
     source: Layout
     target: Layout
 
-    def head_tail(self, placement: Placement) -> bool:
-        """Whether a dim that the conversion cuts or joins lies in that order on its ranks."""
+    @property
+    def head_tail(self) -> tuple[bool, bool]:
+        """Whether a dim that the conversion cuts or joins lies in that order on its ranks: before and after."""
         options = dict(self.options)
-        second = self.name == "all_to_all" and placement.dim == options["target"]
-        return bool(options.get("balanced_target" if second else "balanced", False))
+        turned = bool(options.get("balanced", False))
+        if self.name == "in_order":
+            return True, False
+        return turned, bool(options.get("balanced_target", False)) if self.name == "all_to_all" else turned
 
     def __str__(self) -> str:
         options = "".join(f", {key}={value}" for key, value in self.options)
@@ -168,24 +171,26 @@ def _differs(payload: Payload, mesh: Mesh, drawn: Drawn) -> Iterator[str]:
     gradients = dtype.is_floating_point and options.get("op", "sum") == "sum"
     x.requires_grad_(gradients)
     y = getattr(runtime, payload.name)(x, mesh[payload.axes], **options)
-    if not same(y, _expected(payload, drawn, mesh.rank, "value", payload.source, payload.target)):
+    if not same(y, _expected(payload, drawn, mesh.rank, "value", payload.source, payload.target, payload.head_tail)):
         yield f"{payload}: another value, forward"
     if gradients:
         g = drawn.local(shape, dtype, payload.target.dual, mesh.rank, "cotangent", payload)
         y.backward(g)
-        back = _expected(payload, drawn, mesh.rank, "cotangent", payload.target.dual, payload.source.dual)
+        ends, orders = (payload.target.dual, payload.source.dual), payload.head_tail[::-1]
+        back = _expected(payload, drawn, mesh.rank, "cotangent", *ends, orders)
         if not same(x.grad, back):
             yield f"{payload}: another value, backward"
 
 
-def _expected(payload: Payload, drawn: Drawn, rank: int, what: str, source: Layout, target: Layout) -> Tensor:
-    """What the conversion gives this rank, from what all ranks of its axes hold."""
+def _expected(
+    payload: Payload, drawn: Drawn, rank: int, what: str, source: Layout, target: Layout, orders: tuple[bool, bool]
+) -> Tensor:
+    """What the conversion gives this rank, from what all ranks of its axes hold, head–tail or not before and after."""
     (group,) = [g for g in drawn.mesh.groups(*payload.axes) if rank in g]
     held = [drawn.local(payload.shape, payload.dtype, source, r, what, payload) for r in group]
     before, after = source.on(payload.axes[0]), target.on(payload.axes[0])
-    value = value_of(held, before, payload.head_tail(before))
-    turned = payload.head_tail(after if after.kind == "S" else before)
-    return held_of(value, before, after, group.index(rank), len(group), turned)
+    value = value_of(held, before, orders[0])
+    return held_of(value, before, after, group.index(rank), len(group), orders[1])
 
 
 def same(a: Tensor | None, b: Tensor) -> bool:

@@ -1,11 +1,13 @@
 """Whether emitted text does what a graph does, op by op: both run on the meta device, at the sizes that they have.
 
-An op that computes is compared by its name, its numbers, and its operands: which earlier op (or parameter, or input)
-made the memory that each lies in, and where in it. So it does not matter how a view was come by.
+An op that computes is compared by its name, its numbers, and its operands: which other op (or parameter, or input)
+made the memory that each lies in, and where in it. So it does not matter how a view was come by, nor in which order
+ops stand that do not need each other.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +23,9 @@ Done = tuple[Any, ...]
 
 @dataclass
 class Log:
-    """The ops that compute, in order."""
+    """The ops that compute, in order. `numbers` are those of all different ones: one op on one value is one value."""
 
+    numbers: dict[Done, int]
     done: list[Done] = field(default_factory=list)
     made_by: dict[int, Any] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)
@@ -39,8 +42,8 @@ class Log:
             return results  # a view
         leaves = pytree.tree_leaves((args, kwargs))
         given = [self._seen(leaf) for leaf in leaves if not _said_by_the_result(leaf)]
-        number = len(self.done)
         self.done.append((str(op), *given, *(f"→ {list(y.shape)} {y.dtype}" for y in _tensors(results))))
+        number = self.numbers.setdefault(self.done[-1], len(self.numbers))
         for place, y in enumerate(_tensors(results)):
             self.made_by.setdefault(self._memory(y), (number, place))
         return results
@@ -69,18 +72,17 @@ def _tensors(results: Any) -> Iterable[Tensor]:
 
 def difference(one: Callable[[], Any], two: Callable[[], Any], named: Mapping[str, Tensor]) -> tuple[int, str]:
     """How many ops both do, and where they begin to differ (empty where they do not)."""
-    logs = []
+    logs, numbers = [], dict[Done, int]()
     for run in (one, two):
-        log = Log()
+        log = Log(numbers)
         log.name(named)
         with torch.no_grad(), private.dispatched(log.run):
             run()
         logs.append(log.done)
-    for number, (a, b) in enumerate(zip(*logs, strict=False)):
-        if a != b:
-            return number, f"op {number} is {_shown(a)} in the graph and {_shown(b)} in the text"
-    lengths = [len(done) for done in logs]
-    return min(lengths), "" if lengths[0] == lengths[1] else f"the graph does {lengths[0]} ops, the text {lengths[1]}"
+    graph, text = logs
+    missing, more = (next(iter(Counter(a) - Counter(b)), None) for a, b in ((graph, text), (text, graph)))
+    told = [f"{_shown(op)} is in the {where} alone" for op, where in ((missing, "graph"), (more, "text")) if op]
+    return len(graph), "\n".join(told)
 
 
 def _shown(done: Done) -> str:

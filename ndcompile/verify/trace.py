@@ -31,7 +31,7 @@ class Value:
 
 @dataclass
 class Call:
-    """One call of a pure function of the text: a segment of the program."""
+    """One call of a pure function of the text, a part of a segment of the program, or of what `forward` does last."""
 
     function: str
     weights: list[Value] = field(default_factory=list)
@@ -43,14 +43,26 @@ MEASURES = ("b", "s")
 
 
 def statements(source: str) -> dict[int, str]:
-    """Line → the variable that it assigns, in every pure function of the text."""
-    found: dict[int, str] = {}
-    for function in pure_functions(ast.parse(source)):
-        for statement in function.body:
-            target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-            if isinstance(target, ast.Name) and target.id not in MEASURES:
-                found[statement.lineno] = target.id
-    return found
+    """Line → the variable that it assigns, in every pure function of the text, and where the root brings results into
+    the user's layout.
+    """
+    tree = ast.parse(source)
+    listed = [statement for function in pure_functions(tree) for statement in function.body]
+    targets = [(s.lineno, s.targets[0]) for s in [*listed, *border(tree)] if isinstance(s, ast.Assign)]
+    return {line: t.id for line, t in targets if isinstance(t, ast.Name) and t.id not in MEASURES}
+
+
+def root_forward(tree: ast.Module) -> ast.FunctionDef:
+    """The `forward` of the root, which is the last class."""
+    root = [kind for kind in tree.body if isinstance(kind, ast.ClassDef)][-1]
+    return next(f for f in root.body if isinstance(f, ast.FunctionDef) and f.name == "forward")
+
+
+def border(tree: ast.Module) -> list[ast.stmt]:
+    """The statements of the root's `forward` behind the last one that calls a function of its own for a value."""
+    body = [s for s in root_forward(tree).body if not isinstance(s, (ast.Expr, ast.Return))]
+    own = [any(isinstance(n, ast.Name) and n.id == "self" for n in ast.walk(s)) for s in body]
+    return body[len(own) - own[::-1].index(True) :] if True in own else body
 
 
 def pure_functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
@@ -65,18 +77,20 @@ def pure_functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
 @contextmanager
 def traced(source: str) -> Iterator[list[Call]]:
     """Record every value of the pure functions that this thread calls in a forward inside the block, in order."""
-    lines, functions = statements(source), {f.lineno: f.name for f in pure_functions(ast.parse(source))}
-    starts = {f.decorator_list[0].lineno for f in pure_functions(ast.parse(source))} | set(functions)
+    tree, lines = ast.parse(source), statements(source)
+    starts = {line for f in pure_functions(tree) for line in (f.lineno, f.decorator_list[0].lineno)}
+    whole = root_forward(tree).lineno
     calls: list[Call] = []
 
     def enter(frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
-        if not code.co_filename.startswith("<ndcompile") or code.co_firstlineno not in starts:
+        if not code.co_filename.startswith("<ndcompile") or code.co_firstlineno not in starts | {whole}:
             return None
         if private.in_backward():
             return None  # a recomputation
         call = Call(code.co_name)
-        calls.append(call)
+        if code.co_firstlineno != whole:
+            calls.append(call)
         if "w" in code.co_varnames[:1]:
             weights = frame.f_locals["w"]
             call.weights = [_seen(0, name, getattr(weights, name)) for name in weights._fields]
@@ -86,6 +100,8 @@ def traced(source: str) -> Iterator[list[Call]]:
             if event in ("line", "return") and last[0] in lines:
                 value = frame.f_locals.get(lines[last[0]])
                 if isinstance(value, Tensor):
+                    if not call.values and code.co_firstlineno == whole:
+                        calls.append(call)  # all others have been
                     call.values.append(_seen(last[0], lines[last[0]], value))
             last[0] = frame.f_lineno if event == "line" else 0
             return step

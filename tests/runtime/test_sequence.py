@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ndcompile.mesh import MeshSpec
-from ndcompile.placement import TABLE, Placement
+from ndcompile.placement import IN_ORDER, TABLE, Placement, S
 from ndcompile.runtime import collectives
 from ndcompile.runtime.mesh import Mesh, Ranks
 from ndcompile.runtime.random import uniform_bits
@@ -77,19 +77,22 @@ def cases() -> list[Case]:
             source, target = placed(row.source, dim), placed(row.target, (dim + 1) % 3 if both else dim)
             for orders in [(True, False), (False, True), (True, True)] if both else [(True, True)]:
                 found.append((row.name, source, target, orders))
-    return found
+    return found + [(IN_ORDER.name, S(dim), S(dim), (True, False)) for dim in range(3)]
 
 
 def convert(
     name: str, x: Tensor, axis: Ranks, source: Placement, target: Placement, orders: tuple[bool, bool]
 ) -> Tensor:
+    if name == IN_ORDER.name:
+        assert source.dim is not None
+        return collectives.in_order(x, axis, dim=source.dim)
     dims = [p.dim for p in (source, target) if p.kind == "S"]
     given = dict(balanced=orders[0], balanced_target=orders[1]) if len(dims) == 2 else dict(balanced=True)
     return getattr(collectives, name)(x, axis, *dims, **given)
 
 
 @settings(max_examples=20, deadline=None)
-@given(ranks=st.integers(2, 4), step=st.integers(1, 2), data=st.data())
+@given(ranks=st.integers(2, 5), step=st.integers(1, 2), data=st.data())
 def test_each_conversion_keeps_the_value_and_the_gradient(ranks: int, step: int, data: st.DataObject) -> None:
     name, source, target, orders = data.draw(st.sampled_from(cases()))
     spec = MeshSpec.parse(f"tp={ranks}")
@@ -128,7 +131,10 @@ def on_gloo(ranks: int) -> list[Tensor]:
         own = collectives.shard(x, axis, 1, balanced=True)
         own = own * positions(8, axis)
         turned = collectives.all_to_all(own, axis, 1, 0, balanced=True)
-        return collectives.all_gather(turned, axis, 0)
+        turned = collectives.in_order(
+            collectives.shard(collectives.all_gather(turned, axis, 0), axis, 1, balanced=True), axis, 1
+        )
+        return collectives.all_gather(turned, axis, 1)
 
     found = []
     for function in (there_and_back, torch.compile(there_and_back, backend="aot_eager", fullgraph=True)):

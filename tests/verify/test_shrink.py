@@ -133,8 +133,9 @@ def test_the_text_for_one_device_does_the_ops_of_the_reference_graph() -> None:
     [
         ("mean + 1e-06", "mean + 1e-05", "add.Tensor"),
         ("torch.cat((neg, cut), -1)", "torch.cat((cut, neg), -1)", "cat.default"),
+        ("mul_2 = cos * 1.0", "mul_2 = cos * 1.0 * 1.0", "in the text alone"),
         ("k_proj = k_proj.transpose(1, 2)", "k_proj = k_proj.transpose(1, 2).transpose(0, 2).transpose(0, 2)", ""),
-        ("x = x + down_proj", "x = x + down_proj + 0", "in the text"),
+        ("x = x + down_proj", "x = x + down_proj + 0", "in the text alone"),
     ],
 )
 def test_a_text_that_does_other_ops_is_noticed(right: str, wrong: str, told: str) -> None:
