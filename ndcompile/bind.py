@@ -131,7 +131,7 @@ def _bind(
 def _require_transport(transport: str, device: torch.device) -> None:
     """All ranks ask for the same, and can have it."""
     alike(
-        everyones(transport), "transports", "what one rank sends by NCCL, another cannot take from memory",
+        everyones(transport), "transports", "a rank that sends by collectives and one that copies wait for each other",
         "the same transport=… on every rank",
     )  # fmt: skip
     if transport == "symmetric":

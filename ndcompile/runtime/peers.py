@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ndcompile.errors import CompileError
 from ndcompile.runtime import private
-from ndcompile.runtime.agreement import everyones
+from ndcompile.runtime.agreement import everyones, together
 
 TIMEOUT = 300.0
 """Seconds that a rank waits for the others at a barrier."""
@@ -25,15 +25,21 @@ class Peers:
     """`views[rank]` is the memory of a rank, `size` bytes; all ranks of the world make it alike."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        on_gpus = device.type == "cuda"
-        self.views, self._barrier = private.symmetric_memory(size, device, TIMEOUT) if on_gpus else _mapped(size)
+        self.views, self._barrier = together(lambda: (_of_gpus if device.type == "cuda" else _mapped)(size, device))
 
     def barrier(self) -> None:
         """What any rank did before it (on its current stream), all ranks see after it."""
         self._barrier()
 
 
-def _mapped(size: int) -> tuple[list[Tensor], Callable[[], None]]:
+def _of_gpus(size: int, device: torch.device) -> tuple[list[Tensor], Callable[[], None]]:
+    try:
+        return private.symmetric_memory(size, device, TIMEOUT)
+    except RuntimeError as error:
+        raise _refusal("where torch cannot set it up", str(error).splitlines()[0]) from error
+
+
+def _mapped(size: int, device: torch.device) -> tuple[list[Tensor], Callable[[], None]]:
     """A file a rank; their names are gone when all ranks have mapped them."""
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
     folder = Path(everyones(tempfile.mkdtemp(prefix="ndcompile-") if rank == 0 else None)[0])
