@@ -6,8 +6,8 @@ Equal: the same steps of AdamW by both, of which one accumulates, in float64 (th
 exit status 1 above 1e-10) and with bfloat16 weights (whether all bits are equal, which they are where sums are of two
 ranks and kernels are deterministic); then by copies while the streams of each GPU are stalled at random times.
 
-Time: a Llama in bfloat16 on float32 parameters, compiled by blocks, by both in turn; milliseconds a step (the median of a
-round), and GiB. On CPU ranks, small sizes without compilation: that tries the script, and its times say nothing.
+Time: a Llama in bfloat16 on float32 parameters, compiled by blocks, by both in turn; milliseconds a step (a round's
+median), and GiB. On CPU ranks, small sizes without compilation: that tries the script, and its times say nothing.
 """
 
 from __future__ import annotations
