@@ -1,4 +1,4 @@
-"""Weights and gradients travel by copies between the memories of ranks of one host, and by no kernel on GPUs.
+"""Weights and gradients travel by copies between the memories of one host's ranks: on GPUs copy engines do most of it.
 
 A *team* is the ranks of one gather or reduction: all that differ along its axes only, each at its *place*. What a rank
 shows of its weights lies on a *shelf*, what it is sent of gradients in a *slot*.
@@ -7,9 +7,9 @@ shows of its weights lies on a *shelf*, what it is sent of gradients in a *slot*
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from ndcompile.runtime.parts import ALIGNMENT
 from ndcompile.runtime.peers import Peers
 from ndcompile.runtime.transport import Carrier, Dtype, cast
 from ndcompile.runtime.way import Way
-
-Cut = Callable[[int, Tensor, int], Tensor]
-"""Of the weight of this number, a tensor: what the place has of it, a view."""
 
 
 class Symmetric:
@@ -59,49 +56,87 @@ class Symmetric:
         assert self._peers is not None, "memory was taken"
         return self._peers.views[rank][2 * self._slot :]
 
-    def next_slot(self) -> list[Tensor]:
-        """The slot whose turn it is, of each rank."""
-        assert self._peers is not None, "memory was taken"
+    def next_turn(self) -> int:
+        """Which slot is next."""
         self._turn = 1 - self._turn
-        return [view[self._turn * self._slot :][: self._slot] for view in self._peers.views]
+        return self._turn
+
+    def slot(self, turn: int, rank: int) -> Tensor:
+        assert self._peers is not None, "memory was taken"
+        return self._peers.views[rank][turn * self._slot :][: self._slot]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of a tensor, of this shape: cut along dims, one after the other, from a start and so long."""
+
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[int, int, int], ...] = ()
+
+    def along(self, dim: int, ranks: Ranks) -> Window:
+        """The part of it that one of several ranks has along a dim."""
+        size = self.shape[dim]
+        start, length = ranks.start(size), ranks.part(size)
+        return Window((*self.shape[:dim], length, *self.shape[dim + 1 :]), (*self.cuts, (dim, start, length)))
+
+    def of(self, x: Tensor) -> Tensor:
+        for dim, start, length in self.cuts:
+            x = x.narrow(dim, start, length)
+        return x
+
+    @property
+    def length(self) -> int:
+        return math.prod(self.shape)
+
+
+Move = tuple[int, Window, Tensor]
+"""A tensor's number, the part of it that a place has, and memory for that part at some rank."""
 
 
 class Team:
-    """The ranks of the world by their places along some axes, the first axis major."""
+    """The ranks of one gather or reduction by their places, and what each place has of each tensor.
+
+    The first place's part of a tensor is the largest.
+    """
 
     def __init__(self, mesh: Mesh, axes: Sequence[Ranks]) -> None:
-        self.axes = tuple(axes)
+        self.sizes = [axis.size for axis in axes]
         self.ranks = mesh.team(*(axis.name for axis in axes))
         self.own = self.ranks.index(mesh.rank)
+        self.windows: dict[int, list[Window]] = {}
+
+    @classmethod
+    def gathering(cls, mesh: Mesh, axes: Sequence[Ranks], ways: Mapping[int, Way]) -> Team:
+        """Each place has its part of a weight."""
+        team = cls(mesh, axes)
+        team.windows = {i: [team._part(way, place) for place in range(len(team))] for i, way in ways.items()}
+        return team
+
+    @classmethod
+    def summing(cls, mesh: Mesh, axes: Sequence[Ranks], ways: Mapping[int, Way]) -> Team:
+        """Each place has its share of the elements of what a rank holds of a weight."""
+        team = cls(mesh, axes)
+        places = [Ranks("", len(team), place, "") for place in range(len(team))]
+        team.windows = {i: [Window((math.prod(w.held),)).along(0, p) for p in places] for i, w in ways.items()}
+        return team
 
     def __len__(self) -> int:
         return len(self.ranks)
 
-    def round(self) -> Iterator[int]:
+    def round(self) -> list[int]:
         """All places, from the next one on to the own, so that the ranks do not all turn to the same one."""
-        return ((self.own + 1 + i) % len(self) for i in range(len(self)))
+        return [(self.own + 1 + i) % len(self) for i in range(len(self))]
 
-    def part(self, whole: Tensor, way: Way, place: int) -> Tensor:
-        """What a place has of a whole weight."""
-        sizes = [axis.size for axis in self.axes]
+    def layout(self, dtypes: Mapping[int, torch.dtype]) -> Layout:
+        """Room for any place's part of these tensors."""
+        return Layout({i: (dtype, self.windows[i][0].length) for i, dtype in dtypes.items()})
+
+    def _part(self, way: Way, place: int) -> Window:
+        window = Window(way.shape)
         for number, (axis, stage) in enumerate(way.stages.items()):
-            there = replace(axis, index=place // math.prod(sizes[number + 1 :]) % axis.size)
-            size = whole.shape[stage.dim]
-            whole = whole.narrow(stage.dim, there.start(size), there.part(size))
-        return whole
-
-    def longest(self, way: Way) -> int:
-        """The elements of the largest part of a weight, which is the first place's."""
-        return self.part(torch.empty(way.shape, device="meta"), way, 0).numel()
-
-    def share(self, length: int) -> int:
-        """The elements of the largest share of so many."""
-        return -(-length // len(self))
-
-    def chunk(self, flat: Tensor, place: int) -> Tensor:
-        """A place's share of the elements."""
-        there = Ranks("", len(self), place, "")
-        return flat.narrow(0, there.start(len(flat)), there.part(len(flat)))
+            index = place // math.prod(self.sizes[number + 1 :]) % axis.size
+            window = window.along(stage.dim, replace(axis, index=index))
+        return window
 
 
 class Layout:
@@ -139,45 +174,45 @@ class Copies:
 
     def __init__(self, memory: Symmetric, ways: Sequence[Way], dtypes: Sequence[torch.dtype], reduce: Dtype) -> None:
         self._memory, self._ways, self._dtypes, self._reduce = memory, ways, dtypes, reduce
-        self._gathers = [(Team(memory.mesh, axes), which) for axes, which in _alike([tuple(w.stages) for w in ways])]
-        self._sums = [(Team(memory.mesh, axes), which) for axes, which in _alike([w.reduce for w in ways])]
-        self._shelf = Layout({i: (dtypes[i], team.longest(ways[i])) for team, which in self._gathers for i in which})
+        gathers, sums = _alike(ways, lambda way: tuple(way.stages)), _alike(ways, lambda way: way.reduce)
+        self._gathers = [Team.gathering(memory.mesh, axes, own) for axes, own in gathers.items()]
+        self._sums = [Team.summing(memory.mesh, axes, own) for axes, own in sums.items()]
+        lengths = {i: windows[0].length for team in self._gathers for i, windows in team.windows.items()}
+        self._shelf = Layout({i: (dtypes[i], length) for i, length in lengths.items()})
         self._place = memory.reserve(self._shelf.size, self._room())
         self._shown: tuple[int, ...] | None = None
+        self._exchanges: dict[object, Exchange] = {}
 
     def gather(self, held: Sequence[Tensor], versions: tuple[int, ...]) -> list[Tensor]:
         now = self._cast_others(held)
         if self._gathers and self._shown != versions:
             self._show(held)
             self._shown = versions
-        for team, which in self._gathers:
-            for i in which:
-                now[i] = held[i].new_empty(self._ways[i].shape, dtype=self._dtypes[i])
-            for place in team.round():
-                shelf = self._shelf_of(team.ranks[place])
-                for i in which:
-                    part = self._part(team, i, now[i], place)
-                    copy(part, self._shelf.view(shelf, i, part.shape))
+        for i in self._shelf.places:
+            now[i] = held[i].new_empty(self._ways[i].shape, dtype=self._dtypes[i])
+        for i, window, source in self._sources:
+            copy(window.of(now[i]), source)
         return now
 
     def scatter(self, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
         now = dict(gradients)
-        for team, which in self._gathers:
-            due = {i: now[i] for i in which if i in now}
+        for team in self._gathers:
+            due = {i: now[i] for i in team.windows if i in now}
             if due:
-                lengths = {i: team.longest(self._ways[i]) for i in due}
-                now |= self._push(team, due, partial(self._part, team), lengths).sums(self._reduce)
+                now |= self._exchange(team, due).sums()
         return now
 
     def sum(self, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Every place sums its share of the elements, and copies those of the others when all have theirs."""
         now = dict(gradients)
-        for team, which in self._sums:
-            due = {i: now[i].contiguous().view(-1) for i in which if i in now}
+        for team in self._sums:
+            due = {i: now[i].contiguous().view(-1) for i in team.windows if i in now}
             if due:
-                lengths = {i: team.share(len(x)) for i, x in due.items()}
-                push = self._push(team, due, partial(_share, team), lengths)
-                now |= {i: x.view(now[i].shape) for i, x in self._everyones(push, due).items()}
+                exchange = self._exchange(team, due)
+                sums = exchange.sums()
+                exchange.show(sums)
+                self._memory.barrier()
+                now |= {i: x.view(now[i].shape) for i, x in exchange.everyones(sums, due).items()}
         return now
 
     def _cast_others(self, held: Sequence[Tensor]) -> list[Tensor]:
@@ -196,39 +231,31 @@ class Copies:
         private.copy_each([self._shelf.view(own, i, held[i].shape) for i in which], [held[i] for i in which])
         self._memory.barrier()
 
-    def _part(self, team: Team, i: int, whole: Tensor, place: int) -> Tensor:
-        return team.part(whole, self._ways[i], place)
-
     def _shelf_of(self, rank: int) -> Tensor:
         return self._memory.shelves(rank)[self._place :]
 
-    def _push(self, team: Team, wholes: Mapping[int, Tensor], cut: Cut, lengths: Mapping[int, int]) -> Pushed:
-        """Give every place its part of each tensor, and get what the others have of one's own."""
-        layout = Layout({i: (self._wire(x.dtype), lengths[i]) for i, x in wholes.items()})
-        slots = self._memory.next_slot()
-        for place in team.round():
-            slot = slots[team.ranks[place]][team.own * layout.size :]
-            for i, x in wholes.items():
-                part = cut(i, x, place)
-                copy(layout.view(slot, i, part.shape), part)
-        self._memory.barrier()
-        own = {i: cut(i, x, team.own).shape for i, x in wholes.items()}
-        return Pushed(team, [slots[rank] for rank in team.ranks], layout, own)
+    @cached_property
+    def _sources(self) -> list[Move]:
+        """Where each part of a weight comes from."""
+        return [
+            move
+            for team in self._gathers
+            for move in _moves(team, team.windows, self._shelf, [self._shelf_of(rank) for rank in team.ranks])
+        ]
 
-    def _everyones(self, push: Pushed, wholes: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """The whole sums of flat tensors, of which every place has its share."""
-        team, sums = push.team, push.sums(self._reduce)
-        layout = Layout({i: (x.dtype, team.share(len(wholes[i]))) for i, x in sums.items()})
-        shown = [slot[len(team) * push.layout.size :] for slot in push.slots]
-        for i, x in sums.items():
-            copy(layout.view(shown[team.own], i, x.shape), x)
+    def _exchange(self, team: Team, wholes: Mapping[int, Tensor]) -> Exchange:
+        """Push every place its part of each tensor; what the others pushed is there."""
+        turn, dtypes = self._memory.next_turn(), {i: x.dtype for i, x in wholes.items()}
+        key = team, turn, tuple(dtypes.items())
+        if key not in self._exchanges:
+            slots = [self._memory.slot(turn, rank) for rank in team.ranks]
+            sent = {i: self._wire(dtype) for i, dtype in dtypes.items()}
+            self._exchanges[key] = Exchange(team, slots, sent, self._reduce)
+        exchange = self._exchanges[key]
+        for i, window, target in exchange.pushes:
+            copy(target, window.of(wholes[i]))
         self._memory.barrier()
-        found = {i: x.new_empty(len(wholes[i])) for i, x in sums.items()}
-        for place in team.round():
-            for i, x in found.items():
-                share = team.chunk(x, place)
-                copy(share, layout.view(shown[place], i, share.shape))
-        return found
+        return exchange
 
     def _wire(self, dtype: torch.dtype) -> torch.dtype:
         """In which dtype a gradient of this one is sent."""
@@ -238,42 +265,67 @@ class Copies:
     def _room(self) -> int:
         """The bytes of the largest slot that the bucket needs."""
         most = 0
-        for team, which in self._gathers:
-            kinds = {i: (self._wire(self._dtypes[i]), team.longest(self._ways[i])) for i in which}
-            most = max(most, len(team) * Layout(kinds).size)
-        for team, which in self._sums:
-            shares = {i: team.share(math.prod(self._ways[i].held)) for i in which}
-            scattered = {i: bool(self._ways[i].stages) for i in which}
-            sums = {i: self._reduce or self._dtypes[i] for i in which}
-            sent = {i: self._wire(sums[i] if scattered[i] else self._dtypes[i]) for i in which}
-            pushed, shown = (Layout({i: (kind[i], shares[i]) for i in which}) for kind in (sent, sums))
-            most = max(most, len(team) * pushed.size + shown.size)
+        for team in self._gathers:
+            most = max(most, len(team) * team.layout({i: self._wire(self._dtypes[i]) for i in team.windows}).size)
+        for team in self._sums:
+            sums = {i: self._reduce or self._dtypes[i] for i in team.windows}
+            sent = {i: self._wire(sums[i] if self._ways[i].stages else self._dtypes[i]) for i in team.windows}
+            most = max(most, len(team) * team.layout(sent).size + team.layout(sums).size)
         return most
 
 
-@dataclass(frozen=True)
-class Pushed:
-    """What a team's ranks have of each other in their slots: for each place one `layout` after another."""
+class Exchange:
+    """One reduction in one slot. It holds what each place pushed, one `layout` after another, and then own sums."""
 
-    team: Team
-    slots: list[Tensor]
-    layout: Layout
-    shapes: Mapping[int, torch.Size]
+    def __init__(self, team: Team, slots: Sequence[Tensor], sent: Mapping[int, torch.dtype], reduce: Dtype) -> None:
+        """With each place's slot, and the dtypes in which tensors are sent."""
+        self._team, self._slots, self._sent, self._reduce = team, slots, sent, reduce
+        self._layout = layout = team.layout(sent)
+        self.pushes = _moves(team, sent, layout, [slot[team.own * layout.size :] for slot in slots])
+        pushed = [slots[team.own][place * layout.size :] for place in range(len(team))]
+        self._pushed = {dtype: [layout.run(memory, dtype) for memory in pushed] for dtype in layout.runs}
 
-    def sums(self, dtype: Dtype) -> dict[int, Tensor]:
-        """What was pushed to this rank, summed in float32 at least and in the order of places, then in `dtype`."""
-        pushed = [self.slots[self.team.own][place * self.layout.size :] for place in range(len(self.team))]
+    def sums(self) -> dict[int, Tensor]:
+        """Of what was pushed to this rank: in float32 at least, in the order of places, then rounded once."""
         found = {}
-        for wire, (start, _) in self.layout.runs.items():
-            first, *others = (self.layout.run(memory, wire) for memory in pushed)
-            total = first.to(torch.promote_types(dtype or wire, torch.float32), copy=True)
+        for wire, (first, *others) in self._pushed.items():
+            dtype, start = self._reduce or wire, self._layout.runs[wire][0]
+            total = first.to(torch.promote_types(dtype, torch.float32), copy=True)
             for x in others:
                 total += x
-            total = private.cast(total, dtype or wire)
-            for i in (i for i, kind in self.layout.kinds.items() if kind[0] == wire):
-                at = (self.layout.places[i] - start) // wire.itemsize
-                found[i] = total[at : at + self.shapes[i].numel()].view(self.shapes[i])
+            total = private.cast(total, dtype)
+            for i in (i for i, sent in self._sent.items() if sent == wire):
+                own, at = self._team.windows[i][self._team.own], (self._layout.places[i] - start) // wire.itemsize
+                found[i] = total[at : at + own.length].view(own.shape)
         return found
+
+    def show(self, sums: Mapping[int, Tensor]) -> None:
+        """Put own sums where the others find them."""
+        for i, _, place in self._shares[-len(sums) :]:  # the own place is the last
+            copy(place, sums[i])
+
+    def everyones(self, sums: Mapping[int, Tensor], like: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """The whole sums, of the shapes of `like`."""
+        found = {i: x.new_empty(like[i].shape) for i, x in sums.items()}
+        for i, window, share in self._shares:
+            copy(window.of(found[i]), share)
+        return found
+
+    @cached_property
+    def _shares(self) -> list[Move]:
+        sums = self._team.layout({i: self._reduce or dtype for i, dtype in self._sent.items()})
+        return _moves(
+            self._team, self._sent, sums, [slot[len(self._team) * self._layout.size :] for slot in self._slots]
+        )
+
+
+def _moves(team: Team, numbers: Iterable[int], layout: Layout, memories: Sequence[Tensor]) -> list[Move]:
+    """For each place the parts that it has of tensors, and where they lie in the memory for that place."""
+    return [
+        (i, team.windows[i][place], layout.view(memories[place], i, team.windows[i][place].shape))
+        for place in team.round()
+        for i in numbers
+    ]
 
 
 def copy(to: Tensor, value: Tensor) -> None:
@@ -281,14 +333,10 @@ def copy(to: Tensor, value: Tensor) -> None:
     to.copy_(value)
 
 
-def _share(team: Team, _: int, flat: Tensor, place: int) -> Tensor:
-    return team.chunk(flat, place)
-
-
-def _alike(axes: Sequence[tuple[Ranks, ...]]) -> list[tuple[tuple[Ranks, ...], list[int]]]:
-    """The weights by the axes that they have here, without those that have none."""
-    groups: dict[tuple[Ranks, ...], list[int]] = {}
-    for i, own in enumerate(axes):
-        if own:
-            groups.setdefault(own, []).append(i)
-    return list(groups.items())
+def _alike(ways: Sequence[Way], axes: Callable[[Way], tuple[Ranks, ...]]) -> dict[tuple[Ranks, ...], dict[int, Way]]:
+    """The weights by their axes, without those that have none."""
+    groups: dict[tuple[Ranks, ...], dict[int, Way]] = {}
+    for i, way in enumerate(ways):
+        if axes(way):
+            groups.setdefault(axes(way), {})[i] = way
+    return groups

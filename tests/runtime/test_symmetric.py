@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import time
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 import ndcompile as nd
 from ndcompile.mesh import MeshSpec
-from ndcompile.runtime import Bucket, Mesh, StaleWeights, peers, private, symmetric
+from ndcompile.runtime import Bucket, Mesh, StaleWeights, peers, private, symmetric, weight
 from ndcompile.runtime.agreement import everyones
 from ndcompile.runtime.symmetric import Copies, Symmetric
 from tests.claims import assert_same_gradients
@@ -88,6 +89,34 @@ SPECS = ["dp_shard=2", "dp_replicate=2, dp_shard=2", pytest.param("dp_shard=4", 
 @pytest.mark.parametrize("spec", SPECS)
 def test_buckets(spec):
     run(MeshSpec.parse(spec).world_size, cases_of_weights, spec)
+
+
+TINY = {"one": (1,), "scalar": (), "rows": (3, 2), "none": (2,)}
+
+
+def parts_may_be_empty(ranks: int) -> None:
+    """Of fewer elements than ranks, summed and gathered."""
+    mesh, world = Mesh.bound(MeshSpec.parse(f"dp_shard={ranks}")), dist.get_world_size()
+    axis = mesh["dp_shard"]
+    ways = {name: weight(name, {"dp_shard": 0} if name in ("rows", "none") else {}, ()) for name in TINY}
+    ways |= {name: weight(name, {}, ("dp_shard",)) for name in ("one", "scalar")}
+    whole = {name: torch.arange(1.0, 1 + math.prod(shape)).view(shape) for name, shape in TINY.items()}
+    held = {name: nn.Parameter(x.clone()) for name, x in whole.items()}
+    for name in ("rows", "none"):
+        size = len(whole[name])
+        held[name] = nn.Parameter(whole[name].narrow(0, axis.start(size), axis.part(size)).clone())
+    bucket = bucket_of_copies(mesh, ways, held, TINY)
+    with bucket.gathered() as w:
+        assert all(torch.equal(getattr(w, name), x) for name, x in whole.items())
+        loss = sum(((1 + dist.get_rank()) * x).sum() for x in w)
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    total = world * (world + 1) / 2
+    assert all(p.grad is not None and (p.grad == total).all() and p.grad.shape == p.shape for p in held.values())
+
+
+def test_parts_may_be_empty():
+    run(4, parts_may_be_empty, 4)
 
 
 # ---- models --------------------------------------------------------------------------------------------------------
@@ -243,14 +272,15 @@ def bits_are_those_of_collectives(spec: str) -> None:
 
 def narrow_gradients_travel_as_they_are() -> None:
     """bfloat16 gradients that are summed in float32: half the bytes of float32, and no sum in bfloat16."""
-    push, sent = Copies._push, list[set[torch.dtype]]()
+    exchange, sent = Copies._exchange, list[set[torch.dtype]]()
 
-    def noting(copies: Copies, *args: Any) -> symmetric.Pushed:
-        sent.append(set((pushed := push(copies, *args)).layout.runs))
-        return pushed
+    def noting(copies: Copies, *args: Any) -> symmetric.Exchange:
+        made = exchange(copies, *args)
+        sent.append({target.dtype for _, _, target in made.pushes})
+        return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Copies, "_push", noting)
+        patch.setattr(Copies, "_exchange", noting)
         patch.setattr(test_weights, "Bucket", bucket_of_copies)
         gradients("dp_shard=2", LOW, FLOAT)
     assert sent == [{LOW}] * 4, "of sharded weights and of the bias, in two backwards"
@@ -295,7 +325,7 @@ def plain_bucket(spec: str) -> tuple[Bucket, list[nn.Parameter]]:
     """One bucket of equal parts."""
     mesh = Mesh.bound(MeshSpec.parse(spec))
     sharded = spec.startswith("dp_shard")
-    ways = {"w": nd.runtime.weight("w", {"dp_shard": 0} if sharded else {}, () if sharded else ("dp_replicate",))}
+    ways = {"w": weight("w", {"dp_shard": 0} if sharded else {}, () if sharded else ("dp_replicate",))}
     own = torch.arange(8.0).view(4, 2).chunk(2)[dist.get_rank()] if sharded else torch.arange(8.0).view(4, 2)
     parameters = {"w": nn.Parameter(own.clone())}
     return bucket_of_copies(mesh, ways, parameters, {"w": (4, 2)}), list(parameters.values())
@@ -355,11 +385,7 @@ def holds(spec: str, late: int, dropped: Site | None, met: set[Site], patches: C
 
 
 def one_slot(stack: ExitStack) -> None:
-    def same(memory: Symmetric) -> list[Tensor]:
-        assert memory._peers is not None
-        return [view[: memory._slot] for view in memory._peers.views]
-
-    stack.enter_context(pytest.MonkeyPatch.context()).setattr(Symmetric, "next_slot", same)
+    stack.enter_context(pytest.MonkeyPatch.context()).setattr(Symmetric, "next_turn", lambda memory: 0)
 
 
 def nothing(stack: ExitStack) -> None:
