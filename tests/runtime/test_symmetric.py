@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,7 +24,7 @@ from ndcompile.runtime.agreement import everyones
 from ndcompile.runtime.symmetric import Copies, Symmetric
 from tests.claims import assert_same_gradients
 from tests.equivalence.compare import own_rows
-from tests.models import Residual, seeded, tokens
+from tests.models import Residual, Stack, seeded, tokens
 from tests.ranks import run
 from tests.runtime import test_weights
 
@@ -304,7 +305,21 @@ def weights_are_shown_once_a_step() -> None:
         assert len(shown) == 2 * first
 
 
+def saved_programs_travel_so_too() -> None:
+    program = nd.compile(seeded(Stack).double(), "dp_shard=2", tokens(), float64=True)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        program.save(file := f"{folder}/program.py")
+        for name in ("start_all_gather_each", "start_reduce_scatter_each", "all_reduce_in_place"):
+            patch.delattr(private, name)
+        model = seeded(Stack).double()
+        parallel = nd.load(file, model, transport="symmetric")
+        model(**tokens())["loss"].backward()
+        parallel(**rows("dp_shard=2"))["loss"].backward()
+    assert_same_gradients(parallel, model)
+
+
 def numerics() -> None:
+    saved_programs_travel_so_too()
     for mesh in ("dp_shard=2", "dp_replicate=2"):
         bits_are_those_of_collectives(mesh)
     narrow_gradients_travel_as_they_are()
