@@ -84,10 +84,10 @@ def cases_of_weights(spec: str) -> None:
         test_weights.case_gradients(spec, distributed=True)
 
 
-SPECS = ["dp_shard=2", "dp_replicate=2, dp_shard=2", pytest.param("dp_shard=4", marks=pytest.mark.full)]
+WIDER = [pytest.param(spec, marks=pytest.mark.full) for spec in ("dp_shard=4", "dp_replicate=2, dp_shard=2")]
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ["dp_shard=2", *WIDER])
 def test_buckets(spec):
     run(MeshSpec.parse(spec).world_size, cases_of_weights, spec)
 
