@@ -125,6 +125,7 @@ def parallelize(
     cache: str | Path | None = None,
     init: str = "check",
     cuda_graph: bool = False,
+    transport: str = "nccl",
 ) -> ParallelModule:
     """Compile a model and bind it to this process's place on the mesh; run by every rank alike, under torchrun.
 
@@ -132,13 +133,15 @@ def parallelize(
     on the meta device gets its parameters sharded from the start, filled with zeros. One rank compiles for all.
     `cuda_graph=True` (on a mesh of `dp_replicate` alone) records a training step after the first ones, and replays it:
     inputs then have fixed shapes, only the program's own losses have gradients, and each step's gradients lie in the
-    same memory. See `compile` for the rest.
+    same memory. `transport` is how weights and their gradients travel: `"nccl"` (torch.distributed's collectives) or
+    `"symmetric"` (copies between the memories of one host's ranks; not with `cuda_graph`). See `compile` for the rest.
     """
     bind.join_world()
     if cuda_graph:
-        together(lambda: _require_recordable(MeshSpec.parse(mesh, torch.distributed.get_world_size())))
+        together(lambda: _require_recordable(MeshSpec.parse(mesh, torch.distributed.get_world_size()), transport))
     model = model if loss_fn is None else together(lambda: with_loss(model, loss_fn))
     check_option("init", init, ("check", "broadcast"))
+    check_option("transport", transport, bind.TRANSPORTS)
     world, store = torch.distributed.get_world_size(), store_of(cache)
 
     def asked_for() -> Request:
@@ -159,13 +162,19 @@ def parallelize(
         given = Request(bare.train(training), spec, example, pins, asked, of_other_mode=True)
         return program_of(given, store)
 
-    module = bind.bind(program, model, mesh, other, init)
+    module = bind.bind(program, model, mesh, other, init, transport)
     if cuda_graph:
         module.record()
     return module
 
 
-def _require_recordable(mesh: MeshSpec) -> None:
+def _require_recordable(mesh: MeshSpec, transport: str) -> None:
+    if transport == "symmetric":
+        raise CompileError(
+            "cuda_graph=True with transport='symmetric'",
+            why="gradients are pushed to two places in turn, and a recorded step would take the same one again",
+            tries=("cuda_graph=False", "transport='nccl'"),
+        )
     others = [axis.name for axis in mesh.axes if axis.kind != "dp_replicate" and axis.size > 1]
     if others:
         raise CompileError(
@@ -181,11 +190,14 @@ def _require_recordable(mesh: MeshSpec) -> None:
         )
 
 
-def load(path: str | Path, model: nn.Module | None = None, init: str = "check") -> ParallelModule:
+def load(
+    path: str | Path, model: nn.Module | None = None, init: str = "check", transport: str = "nccl"
+) -> ParallelModule:
     """Run a program that `Program.save` wrote, on this process's place on its mesh, without compiling.
 
-    Parameters are the model's; without one they are zeros, for `load_state_dict`.
+    Parameters are the model's; without one they are zeros, for `load_state_dict`. `transport` is as in `parallelize`.
     """
+    check_option("transport", transport, bind.TRANSPORTS)
     bind.join_world()
     source, manifest = together(lambda: load_manifest(path))
     if model is not None and type(model).__name__ != manifest.model:
@@ -193,4 +205,4 @@ def load(path: str | Path, model: nn.Module | None = None, init: str = "check") 
             f"{path} was compiled from {manifest.model}, not from {type(model).__name__}",
             tries="the model that it was compiled from, or none",
         )
-    return bind.bind_loaded(source, manifest, model, init, str(path))
+    return bind.bind_loaded(source, manifest, model, init, transport, str(path))

@@ -24,12 +24,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ndcompile.errors import CompileError
 from ndcompile.mesh import GATHERED, MeshLike, MeshSpec, kind_of
 from ndcompile.program import Program
-from ndcompile.runtime import Mesh, Root, State, private, use
+from ndcompile.runtime import Mesh, Root, State, peers, private, use
 from ndcompile.runtime.agreement import alike, everyones, together
 from ndcompile.runtime.manifest import Manifest, ParameterPlan, as_dtype, digest
 from ndcompile.runtime.module import ParallelModule, class_for
+from ndcompile.runtime.symmetric import Symmetric
+from ndcompile.runtime.transport import Collectives, Transport
 
 TIMEOUT = timedelta(seconds=300)
+TRANSPORTS = ("nccl", "symmetric")
+"""How weights and gradients may travel."""
 
 
 def join_world() -> None:
@@ -54,8 +58,9 @@ def join_world() -> None:
 
 
 def bind(
-    program: Program, model: nn.Module, mesh: MeshLike, other: Callable[[bool], Program], init: str
-) -> ParallelModule:
+    program: Program, model: nn.Module, mesh: MeshLike, other: Callable[[bool], Program], init: str,
+    transport: str = "nccl",
+) -> ParallelModule:  # fmt: skip
     """Shard the model's parameters and make the module; `other` compiles the program of the other mode."""
     given = mesh if isinstance(mesh, DeviceMesh) else None
     text = str(program)
@@ -64,10 +69,12 @@ def bind(
         found = other(training)
         return str(found), found.manifest
 
-    return _bind(text, program.manifest, model, inspect.signature(model.forward), init, given, texts)
+    return _bind(text, program.manifest, model, inspect.signature(model.forward), init, transport, given, texts)
 
 
-def bind_loaded(source: str, manifest: Manifest, model: nn.Module | None, init: str, path: str) -> ParallelModule:
+def bind_loaded(
+    source: str, manifest: Manifest, model: nn.Module | None, init: str, transport: str, path: str
+) -> ParallelModule:
     """The same for a saved program, which has one mode only."""
 
     def other(training: bool) -> tuple[str, Manifest]:
@@ -76,7 +83,7 @@ def bind_loaded(source: str, manifest: Manifest, model: nn.Module | None, init: 
             tries="save one in the other mode too, or nd.parallelize",
         )
 
-    return _bind(source, manifest, model, manifest.signature, init, None, other)
+    return _bind(source, manifest, model, manifest.signature, init, transport, None, other)
 
 
 def _bind(
@@ -85,6 +92,7 @@ def _bind(
     model: nn.Module | None,
     signature: inspect.Signature,
     init: str,
+    transport: str,
     device_mesh: DeviceMesh | None,
     other: Callable[[bool], tuple[str, Manifest]],
 ) -> ParallelModule:
@@ -92,6 +100,7 @@ def _bind(
     _same_everywhere(source, manifest, model, init)
     together(lambda: _require_assumed(manifest, model))
     device = own_device()
+    _require_transport(transport, device)
     device_mesh = _part_of(device_mesh, spec) or _device_mesh(spec, device)
     atexit.register(private.let_go, device_mesh)
     mesh = Mesh.bound(spec, [tuple(axes) for axes in manifest.flattened], device_mesh, TIMEOUT)
@@ -108,13 +117,25 @@ def _bind(
 
     def make(training: bool) -> tuple[Root, Manifest]:
         text, plan = (source, manifest) if training == manifest.training else other(training)
-        return execute(text, plan, mesh, dict(module.named_parameters()), dict(module.named_buffers())), plan
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        carried = Symmetric(mesh) if transport == "symmetric" else Collectives()
+        return execute(text, plan, mesh, parameters, buffers, transport=carried), plan
 
     module = class_for(signature)(mesh, device_mesh, make)
     _fill(module, model, manifest, placed, buffers)
     module.train(manifest.training)
     module._program()
     return module
+
+
+def _require_transport(transport: str, device: torch.device) -> None:
+    """All ranks ask for the same, and can have it."""
+    alike(
+        everyones(transport), "transports", "a rank that sends by collectives and one that copies wait for each other",
+        "the same transport=… on every rank",
+    )  # fmt: skip
+    if transport == "symmetric":
+        peers.require(device)
 
 
 def _require_assumed(manifest: Manifest, model: nn.Module | None) -> None:
@@ -291,8 +312,13 @@ def execute(
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     without: frozenset[str] = frozenset(),
+    transport: Transport | None = None,
 ) -> Root:
-    """Run the emitted text as a module (tracebacks show its lines) and make its root, without some of its blocks."""
+    """Run the emitted text as a module (tracebacks show its lines) and make its root, without some of its blocks.
+
+    Weights travel by `transport`, which gets what memory it needs; by default by collectives.
+    """
+    transport = transport or Collectives()
     name = f"<ndcompile {manifest.root} {hashlib.sha256(source.encode()).hexdigest()[:8]}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     module = ModuleType(f"ndcompile_emitted_{manifest.root}_{next(_EXECUTED)}")
@@ -301,9 +327,10 @@ def execute(
     shapes = {n: _shape_in_compute(plan, mesh) for n, plan in manifest.parameters.items()}
     state = State(
         mesh, parameters, buffers, shapes,
-        as_dtype(manifest.compute), as_dtype(manifest.reduce), without=without,
+        as_dtype(manifest.compute), as_dtype(manifest.reduce), without=without, transport=transport,
     )  # fmt: skip
     root = vars(module)[manifest.root](state)
+    transport.open(state.device)
     assert isinstance(root, Root), f"{manifest.root} is the emitted root"
     sys.modules[module.__name__] = module  # where torch.compile looks for what inlined functions read
     weakref.finalize(root, sys.modules.pop, module.__name__, None)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import ndcompile as nd
 from ndcompile.demo.model import ByteGPT
+from ndcompile.runtime import peers
 from tests import ranks
 from tests.models import Mlp, Stack, seeded, tokens
 
@@ -511,6 +512,24 @@ def recorded_gathers(rank: int) -> None:
     parallel_mlp("tp=2", cuda_graph=True)
 
 
+def unknown_transport(rank: int) -> None:
+    parallel_mlp(transport="copies")
+
+
+def unequal_transports(rank: int) -> None:
+    parallel_mlp(transport="symmetric" if rank else "nccl")
+
+
+def several_hosts(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "_host", lambda: (f"host-{rank}", ""))
+        parallel_mlp(transport="symmetric")
+
+
+def recorded_copies(rank: int) -> None:
+    parallel_mlp("dp_replicate=2", cuda_graph=True, transport="symmetric")
+
+
 def missing_file(rank: int) -> None:
     nd.load("nowhere.py")
 
@@ -613,6 +632,25 @@ ON_RANKS: dict[Callable[[int], None], str | list[str]] = {
         "cuda_graph=True on a mesh with 'tp'",
         "  why     recorded gathers and reduce-scatters did not give what they give unrecorded (tests/gpu/recorded.py)",
         "  try     cuda_graph=False, or a mesh of dp_replicate alone",
+    ),
+    unknown_transport: lines("transport='copies' is no option", "  try     'nccl' or 'symmetric'"),
+    unequal_transports: lines(
+        "transports differ between ranks 0 and 1",
+        "  rank 0   nccl",
+        "  rank 1   symmetric",
+        "  why  a rank that sends by collectives and one that copies wait for each other",
+        "  try  the same transport=… on every rank",
+    ),
+    several_hosts: lines(
+        "transport='symmetric' on ranks of several hosts",
+        "  why     ranks copy from each other's memory, which one host has",
+        "  try     transport='nccl'",
+    ),
+    recorded_copies: lines(
+        "cuda_graph=True with transport='symmetric'",
+        "  why     gradients are pushed to two places in turn, and a recorded step would take the same one again",
+        "  try     cuda_graph=False",
+        "  try     transport='nccl'",
     ),
     missing_file: lines("there is no file nowhere.py", "  try     the path that program.save was given"),
 }

@@ -14,6 +14,7 @@ from ndcompile.runtime import private
 from ndcompile.runtime.harvest import Harvest
 from ndcompile.runtime.lane import Lane
 from ndcompile.runtime.mesh import Mesh
+from ndcompile.runtime.transport import Collectives, Transport
 from ndcompile.runtime.way import Weight
 from ndcompile.runtime.weights import Bucket
 
@@ -24,7 +25,7 @@ class State:
 
     `shapes` are the parameters' shapes, whole along gathered axes and local along all others. Blocks in `without` are
     left out, and loops run over the others (verification runs a few rounds of many). While `accumulating`, gradients
-    are not summed over the axes on which parameters are whole.
+    are not summed over the axes on which parameters are whole. Weights and gradients travel by `transport`.
     """
 
     mesh: Mesh
@@ -36,19 +37,23 @@ class State:
     order: list[Bucket] = field(default_factory=list)
     without: frozenset[str] = frozenset()
     accumulating: bool = False
+    transport: Transport = field(default_factory=Collectives)
     _harvest: Harvest | None = None
     _ordered: bool = False
 
     def __post_init__(self) -> None:
         held = [private.local(p) for p in self.parameters.values()]
-        self.lane = Lane(held[0].device if held else torch.device("cpu"))
+        self.device = held[0].device if held else torch.device("cpu")
+        self.lane = Lane(self.device)
 
     def bucket(self, weights: Mapping[str, Weight], prefix: str) -> Bucket:
         """The bucket of a segment; names starting with `/` are full ones, others stand below `prefix`."""
         full = {
             key: w._replace(name=w.name[1:] if w.name[0] == "/" else f"{prefix}.{w.name}") for key, w in weights.items()
         }
-        return Bucket(self.mesh, full, self.parameters, self.shapes, self.compute, self.reduce, self.lane)
+        return Bucket(
+            self.mesh, full, self.parameters, self.shapes, self.compute, self.reduce, self.lane, self.transport
+        )  # fmt: skip
 
     @contextmanager
     def forward(self, leaves: Mapping[str, Tensor] | None = None) -> Iterator[None]:

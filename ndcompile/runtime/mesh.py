@@ -107,6 +107,14 @@ class Mesh:
         ranks = self[name]
         return replace(ranks, group=self._weight_groups.get(name, ranks.group))
 
+    def team(self, *names: str) -> tuple[int, ...]:
+        """The ranks of the world that differ from this one along these axes only, the first named axis major.
+
+        >>> Mesh(MeshSpec.parse("dp_shard=2, cp=2, tp=2"), rank=3).team("cp", "dp_shard")
+        (1, 5, 3, 7)
+        """
+        return tuple(next(ranks for ranks in self.spec.groups(*names) if self.rank in ranks))
+
     def _ranks(self, names: tuple[str, ...]) -> Ranks:
         axes, label, index = _parts(self.spec, names), ",".join(names), 0
         for axis in axes:

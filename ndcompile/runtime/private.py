@@ -221,6 +221,28 @@ def high_priority() -> object:
     return options
 
 
+def has_symmetric_memory() -> bool:
+    """Whether this torch can give GPUs of one host memory that all of them address."""
+    return torch.cuda.is_available() and hasattr(torch._C._distributed_c10d, "_SymmetricMemory")
+
+
+def symmetric_memory(size: int, device: torch.device, seconds: float) -> tuple[list[Tensor], Callable[[], None]]:
+    """`size` bytes on every GPU of the world, as this one addresses them, by rank; and a barrier of all ranks' current
+    streams, which fails after so long. All ranks call it alike.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    assert dist.group.WORLD is not None, "the world has a process group"
+    own = symmetric.empty(size, dtype=torch.uint8, device=device)
+    world: Any = group_name(dist.group.WORLD)
+    handle = symmetric.rendezvous(own, world)
+    views = [
+        own if rank == dist.get_rank() else handle.get_buffer(rank, (size,), torch.uint8)
+        for rank in range(dist.get_world_size())
+    ]
+    return views, lambda: handle.barrier(0, int(seconds * 1000))
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread (so a forward is a recomputation)."""
     return backward_number() != -1

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ndcompile.runtime import private
 from ndcompile.runtime.lane import Lane
 from ndcompile.runtime.mesh import Mesh, Ranks
-from ndcompile.runtime.parts import Part, buffer, part_of_scattered, sent_to_gather, sent_to_scatter, whole_of_gathered
+from ndcompile.runtime.parts import Part
+from ndcompile.runtime.transport import Carrier
 
 
 class Weight(NamedTuple):
@@ -54,19 +53,13 @@ class Way(NamedTuple):
 
 
 class Gather:
-    """Weights on their way, since the moment it was made, of parameters as they were at `versions`.
+    """Weights on their way, since the moment it was made, of parameters as they were at `versions`."""
 
-    They are cast, and then gathered axis by axis, those of one axis by one call.
-    """
-
-    def __init__(
-        self, lane: Lane, ways: Sequence[Way], held: Sequence[Tensor], dtypes: Sequence[torch.dtype],
-        versions: tuple[int, ...],
-    ) -> None:  # fmt: skip
+    def __init__(self, lane: Lane, carrier: Carrier, held: Sequence[Tensor], versions: tuple[int, ...]) -> None:
         self.versions = versions
         self._lane = lane
         with lane():
-            self._weights = _gathered(ways, _cast(held, dtypes, [bool(way.stages) for way in ways]))
+            self._weights = carrier.gather(held, versions)
         self._mark = lane.mark()
 
     def land(self) -> list[Tensor]:
@@ -75,81 +68,16 @@ class Gather:
         return self._weights
 
 
-def _cast(held: Sequence[Tensor], dtypes: Sequence[torch.dtype], moving: Sequence[bool]) -> list[Tensor]:
-    """In the dtypes of compute: those that move, which are soon free, in other memory than those that stay."""
-    found = list(held)
-    for kind in set(zip(dtypes, moving, strict=True)):
-        due = [i for i, now in enumerate(zip(dtypes, moving, strict=True)) if now == kind and held[i].dtype != kind[0]]
-        if due:
-            _, made = buffer([held[i].shape for i in due], kind[0], held[due[0]])
-            private.copy_each(made, [held[i] for i in due])
-            for i, x in zip(due, made, strict=True):
-                found[i] = x
-    return found
-
-
-def _gathered(ways: Sequence[Way], held: Sequence[Tensor]) -> list[Tensor]:
-    now = list(held)
-    for axis in _axes(ways)[::-1]:
-        for due in _by_dtype(now, [i for i, way in enumerate(ways) if axis in way.stages]):
-            parts = [ways[i].stages[axis] for i in due]
-            sent = [sent_to_gather(now[i], part, axis) for i, part in zip(due, parts, strict=True)]
-            got = private.wait_each(private.start_all_gather_each(sent, axis.size, axis.group))
-            for i, x, part in zip(due, got, parts, strict=True):
-                now[i] = whole_of_gathered(x, part, axis)
-    return now
-
-
 def reduced(
-    ways: Sequence[Way], gradients: Mapping[int, Tensor], dtype: torch.dtype | None, deferred: Mapping[int, Tensor],
-    defer: bool,
-) -> tuple[dict[int, Tensor], dict[int, Tensor]]:  # fmt: skip
-    """The gradients after their collectives, by the weight's number, and what is now deferred.
+    carrier: Carrier, ways: Sequence[Way], gradients: Mapping[int, Tensor], deferred: Mapping[int, Tensor], defer: bool
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """The gradients after their reductions, by the weight's number, and what is now deferred.
 
     What was deferred is taken along. With `defer`, nothing is summed over the axes of `reduce`: it is deferred.
     """
-    now = _scattered(ways, gradients, dtype)
+    now = carrier.scatter(gradients)
     waiting = {i: deferred[i] + now.pop(i) if i in deferred else now.pop(i) for i in list(now) if ways[i].reduce}
     if defer:
         return now, {**deferred, **waiting}
     left = {i: x for i, x in deferred.items() if i not in waiting}
-    return now | summed(ways, waiting, dtype), left
-
-
-def _scattered(ways: Sequence[Way], gradients: Mapping[int, Tensor], dtype: torch.dtype | None) -> dict[int, Tensor]:
-    now = dict(gradients)
-    for axis in _axes(ways):
-        for due in _by_dtype(now, [i for i in now if axis in ways[i].stages]):
-            parts = [ways[i].stages[axis] for i in due]
-            sent = sent_to_scatter([now[i] for i in due], parts, axis, dtype or now[due[0]].dtype)
-            got = private.wait_each(private.start_reduce_scatter_each(sent, axis.size, axis.group))
-            for i, x, part in zip(due, got, parts, strict=True):
-                now[i] = part_of_scattered(x, part, axis)
-    return now
-
-
-def summed(ways: Sequence[Way], gradients: Mapping[int, Tensor], dtype: torch.dtype | None) -> dict[int, Tensor]:
-    """The gradients summed over the axes of `reduce`, those of one axis in one buffer."""
-    now = dict(gradients)
-    for same in _by_dtype(gradients, list(gradients)):
-        within: list[int] = []
-        for axis in dict.fromkeys(axis for i in same for axis in ways[i].reduce):
-            due = [i for i in same if axis in ways[i].reduce]
-            if due != within:
-                flat, made = buffer([now[i].shape for i in due], dtype or now[due[0]].dtype, now[due[0]])
-                private.copy_each(made, [now[i] for i in due])
-                now, within = now | dict(zip(due, made, strict=True)), due
-            private.all_reduce_in_place(flat, axis.group)
-    return now
-
-
-def _axes(ways: Sequence[Way]) -> list[Ranks]:
-    """The axes to gather, major first."""
-    return list(dict.fromkeys(axis for way in ways for axis in way.stages))
-
-
-def _by_dtype(tensors: Mapping[int, Tensor] | Sequence[Tensor], which: Sequence[int]) -> list[list[int]]:
-    groups: dict[torch.dtype, list[int]] = {}
-    for i in which:
-        groups.setdefault(tensors[i].dtype, []).append(i)
-    return list(groups.values())
+    return now | carrier.sum(waiting), left

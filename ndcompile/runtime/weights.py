@@ -18,7 +18,8 @@ from ndcompile.runtime import private
 from ndcompile.runtime.harvest import Harvest
 from ndcompile.runtime.lane import Lane
 from ndcompile.runtime.mesh import Mesh
-from ndcompile.runtime.way import Gather, Way, Weight, reduced, summed
+from ndcompile.runtime.transport import Collectives, Transport
+from ndcompile.runtime.way import Gather, Way, Weight, reduced
 
 
 class StaleWeights(ValueError):
@@ -30,7 +31,7 @@ class Bucket:
 
     `weights` says by attribute how each comes; `parameters` (DTensors or plain) and `shapes` are by parameter name,
     a shape being whole along gathered axes and local along all others. Weights are cast to `compute` before they are
-    gathered, gradients to `reduce` before they are summed; None leaves a dtype as it is.
+    gathered, gradients to `reduce` before they are summed; None leaves a dtype as it is. Both travel by `transport`.
 
     `next` and `previous` are the buckets used after and before this one; where they are set, their gathers start early.
     """
@@ -44,10 +45,9 @@ class Bucket:
         compute: torch.dtype | None = None,
         reduce: torch.dtype | None = None,
         lane: Lane | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self.parameters = parameters
-        self.compute = compute
-        self.reduce = reduce
         self.next: Bucket | None = None
         self.previous: Bucket | None = None
         self._deferred: dict[int, Tensor] = {}
@@ -59,6 +59,8 @@ class Bucket:
         self._uses: weakref.WeakSet[_Use] = weakref.WeakSet()
         self._check_shapes()
         self._lane = lane or Lane(private.local(self._held()[0]).device if self._names else torch.device("cpu"))
+        dtypes = [compute if compute is not None and p.is_floating_point() else p.dtype for p in self._held()]
+        self._carrier = (transport or Collectives()).carrier(self._ways, dtypes, reduce)
 
     @contextmanager
     def gathered(self, harvest: Harvest | None = None, keep: bool = False, defer: bool = False) -> Iterator[Any]:
@@ -90,7 +92,7 @@ class Bucket:
         """Bring the gradients that were deferred and that no later backward took along."""
         if self._deferred:
             with torch.no_grad(), self._lane():
-                found = summed(self._ways, self._deferred, self.reduce)
+                found = self._carrier.sum(self._deferred)
             self._bring(harvest, found)
             self.defer({})
 
@@ -121,8 +123,7 @@ class Bucket:
         versions = self._versions()
         if self._started is None or self._started.versions != versions:
             held = [private.local(p) for p in self._held()]
-            dtypes = [self.compute if self.compute is not None and x.is_floating_point() else x.dtype for x in held]
-            self._started = Gather(self._lane, self._ways, held, dtypes, versions)
+            self._started = Gather(self._lane, self._carrier, held, versions)
 
     def _take(self) -> list[Tensor]:
         self._start()
@@ -145,7 +146,7 @@ class Bucket:
     def _reduce(self, gradients: Mapping[int, Tensor], harvest: Harvest, defer: bool) -> None:
         """Start the gradients' collectives, and bring what comes of them."""
         with self._lane(*gradients.values()):
-            found, deferred = reduced(self._ways, gradients, self.reduce, self._deferred, defer)
+            found, deferred = reduced(self._carrier, self._ways, gradients, self._deferred, defer)
         self._bring(harvest, found)
         if deferred or self._deferred:
             self.defer(deferred)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -82,6 +83,18 @@ def test_autograd_says_whether_a_backward_runs() -> None:
 def test_storages_are_told_apart_by_their_address() -> None:
     x = torch.ones(4)
     assert x.untyped_storage()._cdata == x[1:].untyped_storage()._cdata != x.clone().untyped_storage()._cdata
+
+
+def test_symmetric_memory_has_what_peers_need() -> None:
+    import torch.distributed._symmetric_memory as symmetric
+
+    assert {"dtype", "device"} <= set(inspect.signature(symmetric.empty).parameters)
+    assert list(inspect.signature(symmetric.rendezvous).parameters) == ["tensor", "group"]
+    handle = torch._C._distributed_c10d._SymmetricMemory
+    for name, arguments in {"get_buffer": ("rank", "sizes", "dtype"), "barrier": ("channel", "timeout_ms")}.items():
+        told = str(getattr(handle, name).__doc__)
+        places = [told.index(f"{argument}:") for argument in arguments]
+        assert places == sorted(places), f"{name} takes {arguments} in this order"
 
 
 AT_EXIT = """

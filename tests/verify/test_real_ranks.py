@@ -20,7 +20,7 @@ from torch import Tensor
 
 import ndcompile as nd
 from ndcompile.placement import BY_NAME
-from ndcompile.runtime import collectives, parts, private, way
+from ndcompile.runtime import collectives, parts, private, transport
 from ndcompile.verify.__main__ import main
 from ndcompile.verify.payloads import payloads
 from ndcompile.verify.real_ranks import Job, OnRanks, References, claims_of, report, verify_on_ranks
@@ -93,7 +93,7 @@ def on_two_ranks() -> dict[str, list[tuple[str, bool | None, str]]]:
     wrong = replace(program, source=str(program).replace(line, 'mlp_norm_bias=weight("mlp_norm.bias")'))
     found["not reduced"] = [OnRanks(job, wrong).trained(right, "eager")]
     sharded = OnRanks(job, job.compiled("dp_shard=2"))
-    with patched(way, "whole_of_gathered", turned_weights):
+    with patched(transport, "whole_of_gathered", turned_weights):
         found["weights in another order"] = [sharded.payloads()]
     found["weights"] = [sharded.payloads()]
     assert report(here, found["right"]) and not report(here, found["no wait"])
