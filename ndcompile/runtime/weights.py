@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from ndcompile.runtime import private
-from ndcompile.runtime.harvest import Harvest
+from ndcompile.runtime.harvest import Forward, Harvest
 from ndcompile.runtime.lane import Lane
 from ndcompile.runtime.mesh import Mesh
 from ndcompile.runtime.way import Gather, Way, Weight, reduced, summed
@@ -61,11 +61,11 @@ class Bucket:
         self._lane = lane or Lane(private.local(self._held()[0]).device if self._names else torch.device("cpu"))
 
     @contextmanager
-    def gathered(self, harvest: Harvest | None = None, keep: bool = False, defer: bool = False) -> Iterator[Any]:
+    def gathered(self, forward: Forward | None = None, keep: bool = False, defer: bool = False) -> Iterator[Any]:
         """The weights as plain whole tensors, a named tuple by attribute, for the length of the block.
 
         What autograd saves of them inside is gathered again in backward, so that it need not be kept; with `keep` it
-        is. Their gradients go to `harvest`, with `defer` without the sums over the axes of `reduce`.
+        is. Their gradients go to the harvest of `forward`, with `defer` without the sums over the axes of `reduce`.
         """
         parameters = self._held()
         with torch.no_grad():
@@ -73,8 +73,9 @@ class Bucket:
             self._prefetch()
         use = _Use(self, weights, self._versions(), keep)
         if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
-            harvest = harvest or Harvest(dict(zip(self._names, parameters, strict=True)), self._lane)
-            weights = _Deliver.apply(self, use, harvest, defer, weights, harvest.token)
+            own = dict(zip(self._names, parameters, strict=True))
+            harvest, token = forward or Forward.of(Harvest(own, self._lane))
+            weights = _Deliver.apply(self, use, harvest, defer, weights, token)
         named = self._type(*weights)
         hidden = self._moves and torch.is_grad_enabled()
         del weights
@@ -90,8 +91,7 @@ class Bucket:
         """Bring the gradients that were deferred and that no later backward took along."""
         if self._deferred:
             with torch.no_grad(), self._lane():
-                found = summed(self._ways, self._deferred, self.reduce)
-            self._bring(harvest, found)
+                self._bring(harvest, summed(self._ways, self._deferred, self.reduce))
             self.defer({})
 
     def defer(self, gradients: dict[int, Tensor]) -> None:
@@ -146,14 +146,14 @@ class Bucket:
         """Start the gradients' collectives, and bring what comes of them."""
         with self._lane(*gradients.values()):
             found, deferred = reduced(self._ways, gradients, self.reduce, self._deferred, defer)
-        self._bring(harvest, found)
+            self._bring(harvest, found)
         if deferred or self._deferred:
             self.defer(deferred)
 
     def _bring(self, harvest: Harvest, found: Mapping[int, Tensor]) -> None:
-        with self._lane():
-            for i, x in found.items():
-                harvest.bring(self._names[i], private.cast(x, self.parameters[self._names[i]].dtype))
+        """On the lane: the gradients in the dtypes of their parameters."""
+        names = self._names
+        harvest.bring({names[i]: private.cast(x, self.parameters[names[i]].dtype) for i, x in found.items()})
 
 
 class _Saved(NamedTuple):
@@ -170,6 +170,8 @@ class _Use:
     """One forward through a bucket: hides gathered weights from autograd, and gathers them again once for backward.
 
     With `keep` it has them at hand; that they are asked for still starts what is needed next.
+
+    Autograd's graph holds a use, so that what a use keeps, and what it gives autograd to keep, must not hold the graph.
     """
 
     def __init__(self, bucket: Bucket, weights: list[Tensor], versions: tuple[int, ...], keep: bool = False):
@@ -179,7 +181,7 @@ class _Use:
             private.storage_id(x): i for i, (x, way) in enumerate(zip(weights, bucket._ways, strict=True)) if way.stages
         }
         self._again: list[Tensor] | None = None
-        self._kept = weights if keep else None
+        self._kept = [x.detach() for x in weights] if keep else None
         self._packed = False
         bucket._uses.add(self)
 
@@ -195,7 +197,7 @@ class _Use:
     def pack(self, x: Tensor) -> Tensor | _Saved:
         weight = self._open.get(private.storage_id(x))
         if weight is None:
-            return x
+            return x.detach()
         self._packed = True
         return _Saved(weight, tuple(x.shape), x.stride(), x.storage_offset(), x.dtype)
 
