@@ -244,7 +244,7 @@ def case_nothing_outlives_its_outputs(spec: str) -> None:
                     x.sum().backward()
             del w, x, between
             assert [len(bucket._uses) for bucket in buckets] == [0, 0], (function, breaks)
-            assert not any(isinstance(x, Harvest) for x in gc.get_objects()), (function, breaks)
+            assert not any(type(x) is Harvest for x in gc.get_objects()), (function, breaks)
     finally:
         gc.enable()
 
