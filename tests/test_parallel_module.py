@@ -224,6 +224,16 @@ def torch_compile_makes_one_graph_for_all_equal_blocks() -> None:
     assert compiled_stack(2, by_torch) == compiled_stack(5, by_torch) == 3
 
 
+def a_block_with_attention_over_ranks_is_one_graph() -> None:
+    """One for all blocks, one before them and one behind; nothing cuts them."""
+    torch.compiler.reset()
+    parallel, counter = nd.parallelize(llama(layers=3), "cp=2"), Counter()
+    parallel.compile(backend=counter)
+    ids = torch.arange(32).view(2, 16)
+    parallel(input_ids=ids, labels=ids).loss.backward()
+    assert counter.graphs == 3 and not torch._dynamo.utils.counters["graph_break"]
+
+
 def aot_eager_compiles_both_ways() -> None:
     torch.compiler.reset()
     parallel, model = parallel_stack("dp_shard=2")
@@ -627,6 +637,7 @@ ON_TWO: Claims = (
     accumulates_clips_and_steps_on_dp_replicate,
     compile_makes_one_graph_for_all_equal_blocks,
     torch_compile_makes_one_graph_for_all_equal_blocks,
+    a_block_with_attention_over_ranks_is_one_graph,
     aot_eager_compiles_both_ways,
     evaluates_without_gradients,
     eval_is_a_program_of_its_own_on_the_same_parameters,

@@ -69,9 +69,9 @@ class Bucket:
         """
         parameters = self._held()
         with torch.no_grad():
-            weights = self._take()
+            weights = self._take(versions := self._versions())
             self._prefetch()
-        use = _Use(self, weights, self._versions(), keep)
+        use = _Use(self, weights, versions, keep)
         if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
             own = dict(zip(self._names, parameters, strict=True))
             harvest, token = forward or Forward.of(Harvest(own, self._lane))
@@ -116,16 +116,16 @@ class Bucket:
                     f"  try  the shape that is local on the axes that are not gathered"
                 )
 
-    def _start(self) -> None:
-        """Start the gather, if that is not done for the parameters as they are now."""
-        versions = self._versions()
+    def _start(self, versions: tuple[int, ...] | None = None) -> None:
+        """Start the gather, if that is not done for the parameters as they are now, of which `versions` are known."""
+        versions = versions or self._versions()
         if self._started is None or self._started.versions != versions:
             held = [private.local(p) for p in self._held()]
             dtypes = [self.compute if self.compute is not None and x.is_floating_point() else x.dtype for x in held]
             self._started = Gather(self._lane, self._ways, held, dtypes, versions)
 
-    def _take(self) -> list[Tensor]:
-        self._start()
+    def _take(self, versions: tuple[int, ...]) -> list[Tensor]:
+        self._start(versions)
         started, self._started = self._started, None
         assert started is not None, "a gather was just started"
         return started.land()
@@ -213,14 +213,14 @@ class _Use:
 
     def _gather_again(self) -> None:
         bucket = self._bucket
-        if bucket._versions() != self._versions:
+        if (versions := bucket._versions()) != self._versions:
             raise StaleWeights(
                 f"cannot run backward: parameters of {', '.join(bucket._names)} were changed after the forward\n"
                 f"  why  gathered weights are not kept, and gathering them now would bring other values\n"
                 f"  try  backward before the optimizer's step"
             )
         with torch.no_grad():
-            self._again, self._kept = self._kept or bucket._take(), None
+            self._again, self._kept = self._kept or bucket._take(versions), None
             bucket._prefetch_back()
 
     def free(self) -> None:
