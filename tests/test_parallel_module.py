@@ -19,10 +19,12 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import ndcompile as nd
-from ndcompile.runtime import weights
+from ndcompile.runtime import way, weights
+from ndcompile.runtime.harvest import Harvest
 from tests import ranks
 from tests.claims import Claims, assert_close, assert_same_gradients, own, run_claims, whole
 from tests.equivalence.grouped import VOCABULARY, Grouped
@@ -220,6 +222,16 @@ def compile_makes_one_graph_for_all_equal_blocks() -> None:
 
 def torch_compile_makes_one_graph_for_all_equal_blocks() -> None:
     assert compiled_stack(2, by_torch) == compiled_stack(5, by_torch) == 3
+
+
+def a_block_with_attention_over_ranks_is_one_graph() -> None:
+    """One for all blocks, one before them and one behind; nothing cuts them."""
+    torch.compiler.reset()
+    parallel, counter = nd.parallelize(llama(layers=3), "cp=2"), Counter()
+    parallel.compile(backend=counter)
+    ids = torch.arange(32).view(2, 16)
+    parallel(input_ids=ids, labels=ids).loss.backward()
+    assert counter.graphs == 3 and not torch._dynamo.utils.counters["graph_break"]
 
 
 def aot_eager_compiles_both_ways() -> None:
@@ -529,6 +541,60 @@ def gathered_weights_are_not_kept_for_backward() -> None:
     assert 2 * single[0] - single[1] >= 0.8 * nbytes, "on one device autograd keeps the weights"
 
 
+class Landed:
+    """Notes every weight that was gathered, and tells the bytes of those that are alive."""
+
+    def __init__(self) -> None:
+        self._notes: list[tuple[StorageWeakRef, int]] = []
+
+    def note(self, found: list[Tensor]) -> list[Tensor]:
+        self._notes += [(StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()) for x in found]
+        return found
+
+    @property
+    def alive(self) -> int:
+        return sum({note.cdata: size for note, size in self._notes if not note.expired()}.values())
+
+
+def forwards_without_a_backward_hold_what_one_holds() -> None:
+    """Weights that backward would have at hand among it; and nothing once the results are gone."""
+    batch, land = own(tokens()), way.Gather.land
+    for backend, remat in ((None, "none"), (None, "block"), ("aot_eager", "none")):
+        parallel = nd.parallelize(seeded(Stack, depth=3), "dp_shard=2", tokens(), remat=remat)
+        if backend is not None:
+            torch.compiler.reset()
+            parallel.compile(backend=backend)
+        parallel(**batch)["loss"].backward()  # learns the order of buckets
+        buckets, landed = parallel._program()[0]._state.order, Landed()
+
+        def held(buckets: Any = buckets, landed: Landed = landed) -> tuple[int, int, int]:
+            harvests = sum(type(x) is Harvest for x in gc.get_objects())
+            return harvests, sum(len(bucket._uses) for bucket in buckets), landed.alive
+
+        gc.collect()
+        gc.disable()
+        with patch.object(way.Gather, "land", lambda gather, landed=landed: landed.note(land(gather))):
+            result, first = parallel(**batch), held()
+            assert first[:2] == (1, len(buckets)) and first[2] > 0
+            for _ in range(9):
+                result = parallel(**batch)
+            assert held() == first, (backend, remat)
+            with patch.object(weights.Bucket, "_reduce", refuse), pytest.raises(Broken):
+                result["loss"].backward()
+            del result
+            torch.ones((), requires_grad=True).backward()  # torch's queue holds what was ready until the next one
+            assert held() == (0, 0, 0), (backend, remat)
+        gc.enable()
+
+
+class Broken(RuntimeError):
+    """What a test raises in a backward."""
+
+
+def refuse(*args: object) -> None:
+    raise Broken
+
+
 # ---- programs on disk ----------------------------------------------------------------------------------------------
 
 
@@ -571,6 +637,7 @@ ON_TWO: Claims = (
     accumulates_clips_and_steps_on_dp_replicate,
     compile_makes_one_graph_for_all_equal_blocks,
     torch_compile_makes_one_graph_for_all_equal_blocks,
+    a_block_with_attention_over_ranks_is_one_graph,
     aot_eager_compiles_both_ways,
     evaluates_without_gradients,
     eval_is_a_program_of_its_own_on_the_same_parameters,
@@ -588,6 +655,7 @@ ON_TWO: Claims = (
     low_precision_stays_near_on_dp_shard,
     the_whole_model_can_be_freed,
     gathered_weights_are_not_kept_for_backward,
+    forwards_without_a_backward_hold_what_one_holds,
 )
 ON_FOUR: Claims = (
     uneven_parts_of_parts_train_as_one_device,

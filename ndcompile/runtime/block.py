@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ndcompile.runtime import private
-from ndcompile.runtime.harvest import Harvest
+from ndcompile.runtime.harvest import Forward, Harvest
 from ndcompile.runtime.lane import Lane
 from ndcompile.runtime.mesh import Mesh
 from ndcompile.runtime.transport import Collectives, Transport
@@ -38,7 +38,7 @@ class State:
     without: frozenset[str] = frozenset()
     accumulating: bool = False
     transport: Transport = field(default_factory=Collectives)
-    _harvest: Harvest | None = None
+    _forward: Forward | None = None
     _ordered: bool = False
 
     def __post_init__(self) -> None:
@@ -61,11 +61,13 @@ class State:
         `leaves` in their place.
         """
         ends = self.parameters if leaves is None else leaves
-        self._harvest = Harvest(ends, self.lane, None if self.accumulating else self._flush)
+        for bucket in self.order:
+            bucket.release()  # a backward that raised may have left what it had started
+        self._forward = Forward.of(Harvest(ends, self.lane, None if self.accumulating else self._flush))
         try:
             yield
         finally:
-            self._harvest = None
+            self._forward = None
             self._ordered = True
 
     def settle(self) -> None:
@@ -91,7 +93,7 @@ class State:
                 self.order[-1].next, bucket.previous = bucket, self.order[-1]
             self.order.append(bucket)
         soon = self._ordered and bucket is self.order[-1]  # backward asks for it at once
-        with bucket.gathered(self._harvest, soon or not reshard, self.accumulating) as weights:
+        with bucket.gathered(self._forward, soon or not reshard, self.accumulating) as weights:
             yield weights
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from ndcompile.runtime.lane import Lane
 class Harvest:
     """What one forward's backward brings for the parameters.
 
-    `token` is what everything that brings a gradient must depend on: autograd then takes the gradients, as those of one
-    op of all parameters, when the last of them has been brought. Until then the computing stream need not wait.
+    Autograd takes the gradients, as those of one op of all parameters, when the last of them has been brought. Until
+    then the computing stream need not wait. `flush` is called before that, and may bring more.
 
-    `flush` is called before that, and may bring more.
+    The graph of its forward holds a harvest, so that a harvest holds nothing of the graph.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], lane: Lane, flush: Callable[[Harvest], None] | None = None):
@@ -28,16 +28,17 @@ class Harvest:
         self._parameters = tuple(parameters.values())
         self._brought: dict[str, Tensor] = {}
         self._backward = -1
-        wanted = torch.is_grad_enabled() and any(p.requires_grad for p in self._parameters)
-        self.token: Tensor | None = _HandOver.apply(self, *self._parameters) if wanted else None
 
-    def bring(self, name: str, gradient: Tensor) -> None:
-        """Add a gradient, as a local tensor; it may still be on its way on the lane."""
+    def token(self) -> Tensor | None:
+        """What everything that brings a gradient must depend on; none where no gradient is wanted."""
+        wanted = torch.is_grad_enabled() and any(p.requires_grad for p in self._parameters)
+        return _HandOver.apply(self, *self._parameters) if wanted else None
+
+    def bring(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add gradients, as local tensors. It is called on the lane, where they may still be on their way."""
         self._forget_others()
-        if name in self._brought:
-            with self.lane():
-                gradient = self._brought[name] + gradient
-        self._brought[name] = gradient
+        for name, gradient in gradients.items():
+            self._brought[name] = self._brought[name] + gradient if name in self._brought else gradient
 
     def taken(self) -> list[Tensor | None]:
         """All gradients, by parameter, when the lane is done."""
@@ -60,6 +61,17 @@ class Harvest:
         number = private.backward_number()
         if number != self._backward:
             self._backward, self._brought = number, {}
+
+
+class Forward(NamedTuple):
+    """What one forward's buckets hang on, held while it runs: the token holds the harvest, and never the reverse."""
+
+    harvest: Harvest
+    token: Tensor | None
+
+    @classmethod
+    def of(cls, harvest: Harvest) -> Forward:
+        return cls(harvest, harvest.token())
 
 
 class _HandOver(torch.autograd.Function):

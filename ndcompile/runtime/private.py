@@ -26,32 +26,32 @@ _ops = torch.ops._c10d_functional
 
 def wait(x: Tensor) -> Tensor:
     """The finished result of a collective that was started: the same tensor, or a functional copy when traced."""
-    return _ops.wait_tensor(x)
+    return _ops.wait_tensor.default(x)
 
 
 def start_all_reduce(x: Tensor, op: str, group: str) -> Tensor:
     """Start the reduction of `x` by `op` (sum, max, min) over a group; a new tensor that `wait` makes readable."""
-    return _ops.all_reduce(x, op, group)
+    return _ops.all_reduce.default(x, op, group)
 
 
 def start_all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
     """Start the gather `[n, …] → [ranks · n, …]`, in rank order along dim 0."""
-    return _ops.all_gather_into_tensor(x, ranks, group)
+    return _ops.all_gather_into_tensor.default(x, ranks, group)
 
 
 def start_reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
     """Start the sum of `x` over a group, of which this rank keeps its part: `[ranks · n, …] → [n, …]`."""
-    return _ops.reduce_scatter_tensor(x, "sum", ranks, group)
+    return _ops.reduce_scatter_tensor.default(x, "sum", ranks, group)
 
 
 def start_all_gather_each(xs: Sequence[Tensor], ranks: int, group: str) -> list[Tensor]:
     """`start_all_gather` of each of several tensors, as one collective."""
-    return _ops.all_gather_into_tensor_coalesced(list(xs), ranks, group)
+    return _ops.all_gather_into_tensor_coalesced.default(list(xs), ranks, group)
 
 
 def start_reduce_scatter_each(xs: Sequence[Tensor], ranks: int, group: str) -> list[Tensor]:
     """`start_reduce_scatter` of each of several tensors, as one collective."""
-    return _ops.reduce_scatter_tensor_coalesced(list(xs), "sum", ranks, group)
+    return _ops.reduce_scatter_tensor_coalesced.default(list(xs), "sum", ranks, group)
 
 
 def wait_each(xs: Sequence[Tensor]) -> list[Tensor]:
@@ -59,9 +59,14 @@ def wait_each(xs: Sequence[Tensor]) -> list[Tensor]:
     return [wait(x) for x in xs]
 
 
+def below_autograd() -> AbstractContextManager[None]:
+    """Inside, ops are called without autograd, which torch 2.13 does in Python for each collective."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
 def all_reduce_in_place(x: Tensor, group: str) -> Tensor:
     """The sum of `x` over a group, in its own memory."""
-    return wait(_ops.all_reduce_(x, "sum", group))
+    return wait(_ops.all_reduce_.default(x, "sum", group))
 
 
 def copy_each(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -76,12 +81,12 @@ def copy_each(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 def start_all_to_all(x: Tensor, ranks: int, group: str) -> Tensor:
     """Start the exchange of equal parts of dim 0: part `j` goes to rank `j`; `[ranks · n, …] → [ranks · n, …]`."""
     parts = [x.shape[0] // ranks] * ranks
-    return _ops.all_to_all_single(x, parts, parts, group)
+    return _ops.all_to_all_single.default(x, parts, parts, group)
 
 
 def start_exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
     """Start an exchange of unequal parts of dim 0: rank `j` gets the next `sent[j]` entries and sends `received[j]`."""
-    return _ops.all_to_all_single(x, list(received), list(sent), group)
+    return _ops.all_to_all_single.default(x, list(received), list(sent), group)
 
 
 def start_shift(x: Tensor, ranks: int, index: int, group: str) -> Tensor:
@@ -118,7 +123,7 @@ def distributed_like(x: Tensor, like: Tensor) -> Tensor:
         return x
     from torch.distributed.tensor import DTensor
 
-    return DTensor(x, like._spec, requires_grad=False)
+    return DTensor.__new__(DTensor, x, like._spec, requires_grad=False)  # its __init__ does nothing, behind wrappers
 
 
 def distributed(x: Tensor, device_mesh: DeviceMesh, sharded: Mapping[str, Sequence[int]]) -> Tensor:

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from ndcompile.runtime import private
-from ndcompile.runtime.harvest import Harvest
+from ndcompile.runtime.harvest import Forward, Harvest
 from ndcompile.runtime.lane import Lane
 from ndcompile.runtime.mesh import Mesh
 from ndcompile.runtime.transport import Collectives, Transport
@@ -63,20 +63,21 @@ class Bucket:
         self._carrier = (transport or Collectives()).carrier(self._ways, dtypes, reduce)
 
     @contextmanager
-    def gathered(self, harvest: Harvest | None = None, keep: bool = False, defer: bool = False) -> Iterator[Any]:
+    def gathered(self, forward: Forward | None = None, keep: bool = False, defer: bool = False) -> Iterator[Any]:
         """The weights as plain whole tensors, a named tuple by attribute, for the length of the block.
 
         What autograd saves of them inside is gathered again in backward, so that it need not be kept; with `keep` it
-        is. Their gradients go to `harvest`, with `defer` without the sums over the axes of `reduce`.
+        is. Their gradients go to the harvest of `forward`, with `defer` without the sums over the axes of `reduce`.
         """
         parameters = self._held()
         with torch.no_grad():
-            weights = self._take()
+            weights = self._take(versions := self._versions())
             self._prefetch()
-        use = _Use(self, weights, self._versions(), keep)
+        use = _Use(self, weights, versions, keep)
         if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
-            harvest = harvest or Harvest(dict(zip(self._names, parameters, strict=True)), self._lane)
-            weights = _Deliver.apply(self, use, harvest, defer, weights, harvest.token)
+            own = dict(zip(self._names, parameters, strict=True))
+            harvest, token = forward or Forward.of(Harvest(own, self._lane))
+            weights = _Deliver.apply(self, use, harvest, defer, weights, token)
         named = self._type(*weights)
         hidden = self._moves and torch.is_grad_enabled()
         del weights
@@ -92,8 +93,7 @@ class Bucket:
         """Bring the gradients that were deferred and that no later backward took along."""
         if self._deferred:
             with torch.no_grad(), self._lane():
-                found = self._carrier.sum(self._deferred)
-            self._bring(harvest, found)
+                self._bring(harvest, self._carrier.sum(self._deferred))
             self.defer({})
 
     def defer(self, gradients: dict[int, Tensor]) -> None:
@@ -118,15 +118,15 @@ class Bucket:
                     f"  try  the shape that is local on the axes that are not gathered"
                 )
 
-    def _start(self) -> None:
-        """Start the gather, if that is not done for the parameters as they are now."""
-        versions = self._versions()
+    def _start(self, versions: tuple[int, ...] | None = None) -> None:
+        """Start the gather, if that is not done for the parameters as they are now, of which `versions` are known."""
+        versions = versions or self._versions()
         if self._started is None or self._started.versions != versions:
             held = [private.local(p) for p in self._held()]
             self._started = Gather(self._lane, self._carrier, held, versions)
 
-    def _take(self) -> list[Tensor]:
-        self._start()
+    def _take(self, versions: tuple[int, ...]) -> list[Tensor]:
+        self._start(versions)
         started, self._started = self._started, None
         assert started is not None, "a gather was just started"
         return started.land()
@@ -147,14 +147,14 @@ class Bucket:
         """Start the gradients' collectives, and bring what comes of them."""
         with self._lane(*gradients.values()):
             found, deferred = reduced(self._carrier, self._ways, gradients, self._deferred, defer)
-        self._bring(harvest, found)
+            self._bring(harvest, found)
         if deferred or self._deferred:
             self.defer(deferred)
 
     def _bring(self, harvest: Harvest, found: Mapping[int, Tensor]) -> None:
-        with self._lane():
-            for i, x in found.items():
-                harvest.bring(self._names[i], private.cast(x, self.parameters[self._names[i]].dtype))
+        """On the lane: the gradients in the dtypes of their parameters."""
+        names = self._names
+        harvest.bring({names[i]: private.cast(x, self.parameters[names[i]].dtype) for i, x in found.items()})
 
 
 class _Saved(NamedTuple):
@@ -171,6 +171,8 @@ class _Use:
     """One forward through a bucket: hides gathered weights from autograd, and gathers them again once for backward.
 
     With `keep` it has them at hand; that they are asked for still starts what is needed next.
+
+    Autograd's graph holds a use, so that what a use keeps, and what it gives autograd to keep, must not hold the graph.
     """
 
     def __init__(self, bucket: Bucket, weights: list[Tensor], versions: tuple[int, ...], keep: bool = False):
@@ -180,7 +182,7 @@ class _Use:
             private.storage_id(x): i for i, (x, way) in enumerate(zip(weights, bucket._ways, strict=True)) if way.stages
         }
         self._again: list[Tensor] | None = None
-        self._kept = weights if keep else None
+        self._kept = [x.detach() for x in weights] if keep else None
         self._packed = False
         bucket._uses.add(self)
 
@@ -196,7 +198,7 @@ class _Use:
     def pack(self, x: Tensor) -> Tensor | _Saved:
         weight = self._open.get(private.storage_id(x))
         if weight is None:
-            return x
+            return x.detach()
         self._packed = True
         return _Saved(weight, tuple(x.shape), x.stride(), x.storage_offset(), x.dtype)
 
@@ -212,14 +214,14 @@ class _Use:
 
     def _gather_again(self) -> None:
         bucket = self._bucket
-        if bucket._versions() != self._versions:
+        if (versions := bucket._versions()) != self._versions:
             raise StaleWeights(
                 f"cannot run backward: parameters of {', '.join(bucket._names)} were changed after the forward\n"
                 f"  why  gathered weights are not kept, and gathering them now would bring other values\n"
                 f"  try  backward before the optimizer's step"
             )
         with torch.no_grad():
-            self._again, self._kept = self._kept or bucket._take(), None
+            self._again, self._kept = self._kept or bucket._take(versions), None
             bucket._prefetch_back()
 
     def free(self) -> None:

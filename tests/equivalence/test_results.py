@@ -69,7 +69,7 @@ def prepare(name: str, ranks: int, folder: Path) -> None:
 def far(folder: Path, ranks: int) -> dict[str, float]:
     """On a rank: how far results and gradients are from one device's, by model and by what is read."""
     torch.set_num_threads(1)
-    distances = {}
+    distances: dict[str, float] = {}
     for name, make in MODELS.items():
         model = nd.load(folder / f"{name}.py", make().double())
         for reads, right in torch.load(folder / f"{name}.pt").items():

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 import ndcompile as nd
 from ndcompile.mesh import MeshSpec
 from ndcompile.runtime import Bucket, Mesh, private
-from ndcompile.runtime.harvest import Harvest
+from ndcompile.runtime.harvest import Forward, Harvest
 from tests.claims import assert_same_gradients
 from tests.equivalence.compare import own_rows
 from tests.models import Stack, seeded, tokens
@@ -113,17 +113,17 @@ def what_the_last_does_not_use_is_reduced_too() -> None:
         for bucket in (first, second):
             bucket.flush(harvest)
 
-    def used(bucket: Bucket, harvest: Harvest, defer: bool) -> Tensor:
-        with bucket.gathered(harvest, defer=defer) as w:
+    def used(bucket: Bucket, forward: Forward, defer: bool) -> Tensor:
+        with bucket.gathered(forward, defer=defer) as w:
             return (compute(w, x) ** 2).sum()
 
     for bucket, held in made:
-        used(bucket, Harvest(held, bucket._lane), defer=True).backward()
+        used(bucket, Forward.of(Harvest(held, bucket._lane)), defer=True).backward()
         assert all(p.grad is None for p in held.values())
     harvest = Harvest(made[0][1] | {f"second {n}": p for n, p in made[1][1].items()}, first._lane, flush)
     second._names = tuple(f"second {n}" for n in second._names)
     second.parameters = {f"second {n}": p for n, p in made[1][1].items()}
-    used(first, harvest, defer=False).backward()
+    used(first, Forward.of(harvest), defer=False).backward()
     mesh = Mesh(MeshSpec.parse("dp_replicate=2"), dist.get_rank())
     for (_, held), want, times in zip(made, [expected_of(0), expected_of(1)], (2.0, 1.0), strict=True):
         check(held, want, mesh, factor=times)

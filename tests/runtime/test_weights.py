@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ndcompile.mesh import MeshSpec
 from ndcompile.runtime import Bucket, Mesh, StaleWeights, private, weight
+from ndcompile.runtime.harvest import Harvest
 from ndcompile.runtime.weights import _Use
 from tests.ranks import run
 
@@ -211,6 +213,42 @@ def case_nothing_gathered_is_kept(spec: str) -> None:
     check(parameters, expected(dist.get_world_size())[0], Mesh(MeshSpec.parse(spec), dist.get_rank()))
 
 
+class Broken(RuntimeError):
+    """What a test raises in a backward."""
+
+
+def refuse(gradient: Tensor) -> None:
+    raise Broken
+
+
+def case_nothing_outlives_its_outputs(spec: str) -> None:
+    """Without a backward, or after one that raised, all goes with the outputs: there is no cycle to be collected."""
+    made = [setup(spec, seed) for seed in range(2)]
+    buckets = [bucket for bucket, _ in made]
+    buckets[0].next, buckets[1].previous = buckets[1], buckets[0]
+    traced = torch.compile(compute, backend="aot_eager", fullgraph=True)
+    gc.collect()
+    gc.disable()
+    try:
+        for function, breaks in itertools.product((compute, traced), (False, True)):
+            between = []
+            x = batch(dist.get_rank())
+            for bucket in buckets:
+                with bucket.gathered(keep=bucket is buckets[-1]) as w:
+                    x = function(w, x)
+                between.append(x)
+            assert [len(bucket._uses) for bucket in buckets] == [1, 1]
+            if breaks:
+                between[0].register_hook(refuse)
+                with pytest.raises(Broken):
+                    x.sum().backward()
+            del w, x, between
+            assert [len(bucket._uses) for bucket in buckets] == [0, 0], (function, breaks)
+            assert not any(type(x) is Harvest for x in gc.get_objects()), (function, breaks)
+    finally:
+        gc.enable()
+
+
 def case_collectives_are_few(spec: str) -> None:
     """One gather forward; one gather, one reduce-scatter and an all-reduce an axis backward."""
     counts: dict[str, int] = {}
@@ -308,6 +346,7 @@ CASES = [
     case_compiled,
     case_bytes_saved,
     case_nothing_gathered_is_kept,
+    case_nothing_outlives_its_outputs,
     case_collectives_are_few,
     case_dtypes,
     case_prefetch_is_dropped_after_a_step,
