@@ -12,7 +12,7 @@ from torch import fx
 from ndcompile.codegen.loops import LoopWriter
 from ndcompile.codegen.names import RESERVED, RUNTIME, block_range, block_table, fresh, identifier, value_name
 from ndcompile.codegen.ops import KEEPS_NAME, Writer
-from ndcompile.codegen.segments import Loop, Segment, segments, statements
+from ndcompile.codegen.segments import Loop, Segment, batch_dim, segments, statements
 from ndcompile.codegen.sizes import SizeFacts, SizeNames, axis_name
 from ndcompile.codegen.wrap import indented, wrapped
 from ndcompile.fold import inside
@@ -103,7 +103,8 @@ class _Emitter:
             lines += [f"        # {text}" for text in self._bucket_comments(segment)]
             lines += [f"        with self.gathered({'reshard=False' if segment.gathered else ''}) as w:"]
             lines += [f"            return self.compute({passed})", ""]
-            lines += ["    @staticmethod", *self._recomputed(segment), f"    def compute({passed}):"]
+            over = [*self._recomputed(segment), *self._in_halves(segment, parameters)]
+            lines += ["    @staticmethod", *over, f"    def compute({passed}):"]
             lines += [*indented(body, 8), f"        return {result}"]
         return lines
 
@@ -113,6 +114,16 @@ class _Emitter:
             return []
         self.runtime.add("recomputed")
         return [f"    @recomputed(save={segment.saved!r})".replace("'", '"') if segment.saved else "    @recomputed"]
+
+    def _in_halves(self, segment: Segment, parameters: list[str]) -> list[str]:
+        """What stands over a `compute` that yields: on which dims its results and arguments are cut."""
+        if not segment.halved:
+            return []
+        self.runtime |= {"in_halves", "start"}
+        cut = zip(parameters, map(batch_dim, segment.inputs), strict=True)
+        given = [f"{name}={dim}" for name, dim in cut if dim is not None]
+        results = tuple(node.meta["cut"] for node in segment.outputs)
+        return [f"    @in_halves({', '.join([repr(results), *given])})"]
 
     def _class_name(self, segment: Segment) -> str:
         if segment.kind not in self.class_names:
@@ -198,7 +209,7 @@ class _Emitter:
         last = {v: i for i, node in enumerate(nodes) for v in operands(node)}
         last |= {p: max((i for i, n in enumerate(nodes) if p in operands(n)), default=-1) for p in segment.ports}
         last |= {v: len(nodes) for v in segment.outputs}
-        body = [self._statement(writer, node, i, last, used) for i, node in enumerate(nodes)]
+        body = [line for i, node in enumerate(nodes) for line in self._statement(writer, node, i, last, used)]
         self.axes |= writer.axes
         result = ", ".join(names[v] for v in segment.outputs) or "None"
         wanted = self._wanted(body)
@@ -219,7 +230,7 @@ class _Emitter:
         carried = value.meta.get("block") or (value.meta["grad"] and len(value.meta["shape"]) > 2)
         return "x" if carried else value_name(value)
 
-    def _statement(self, writer: Writer, node: fx.Node, at: int, last: Mapping[fx.Node, int], used: set[str]) -> str:
+    def _statement(self, writer: Writer, node: fx.Node, at: int, last: Mapping[fx.Node, int], used: set[str]) -> list[str]:
         text = writer.expression(node)
         name = op_name(node.target)
         self.runtime |= {w for w in re.findall(r"(?<![\w.])([a-z_]+)\(", text) if w in RUNTIME}
@@ -229,7 +240,10 @@ class _Emitter:
             writer.names[node] = writer.names[values[0]]
         else:
             writer.names[node] = fresh(value_name(node), used)
-        return _commented(f"{writer.names[node]} = {text}", self._comment(node))
+        if node.meta.get("started"):
+            text = "yield start(" + text.replace("(", ", ", 1)
+        turn = [_commented("yield", "the other half goes on")] if node.meta.get("turn") else []
+        return [*turn, _commented(f"{writer.names[node]} = {text}", self._comment(node))]
 
     def _comment(self, node: fx.Node) -> str:
         move = node.meta.get("move")

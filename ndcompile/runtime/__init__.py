@@ -22,6 +22,7 @@ from ndcompile.runtime.context import context_attention, heads_divide
 from ndcompile.runtime.factory import arange, literal
 from ndcompile.runtime.gradient import scale_gradient
 from ndcompile.runtime.grouped import grouped_linear
+from ndcompile.runtime.halves import in_halves, start
 from ndcompile.runtime.histogram import histogram
 from ndcompile.runtime.lookup import embedding
 from ndcompile.runtime.loss import cross_entropy
@@ -67,6 +68,7 @@ __all__ = [
     "heads_divide",
     "histogram",
     "gru",
+    "in_halves",
     "invariant",
     "literal",
     "keep_mask",
@@ -85,6 +87,7 @@ __all__ = [
     "scale_gradient",
     "shard",
     "shard_invariant",
+    "start",
     "uniform_bits",
     "use",
 ]

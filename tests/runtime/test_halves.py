@@ -1,0 +1,116 @@
+"""Two halves in turn: conversions in a start and a wait, the order of turns, and of what a compiler makes of both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ndcompile.mesh import MeshSpec
+from ndcompile.runtime import collectives, in_halves, start
+from ndcompile.runtime.halves import Started, in_turn
+from ndcompile.runtime.mesh import Mesh, Ranks
+from tests.ranks import run
+from tests.runtime.test_collectives import cases, denoted, spread
+
+SHAPE = (4, 8, 12)
+
+
+def dims_of(source, target) -> dict[str, int]:
+    dims = [p.dim for p in (source, target) if p.kind == "S"]
+    return dict(zip(("source", "target") if len(dims) == 2 else ("dim",), dims, strict=False))
+
+
+def in_two(ranks: int, work: list[tuple]) -> list[tuple[Tensor, Tensor]]:
+    """Each conversion started, and another of the same between its start and its wait, in both directions."""
+    axis = Mesh.bound(MeshSpec.parse(f"tp={ranks}"))["tp"]
+    results = []
+    for name, source, target, held, cotangents in work:
+        x, other = (held[axis.index].clone().requires_grad_() for _ in range(2))
+        convert, dims = getattr(collectives, name), dims_of(source, target)
+        begun = [start(convert, value, axis, **dims) for value in (x, other)]
+        assert all(isinstance(each, Started) for each in begun), "more than one rank sends something"
+        y, also = (each.wait() for each in begun)
+        torch.autograd.backward([y, also], [cotangents[axis.index], -cotangents[axis.index]])
+        assert x.grad is not None and torch.equal(x.grad, -other.grad), name
+        results.append((y.detach(), x.grad))
+    return results
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_conversion_that_is_started_keeps_the_value_and_the_gradient(ranks):
+    torch.manual_seed(ranks)
+    work, values = [], []
+    for name, source, target, _ in cases([SHAPE]):
+        x, c = (torch.randint(-99, 99, SHAPE).double() for _ in range(2))
+        values.append((x, c))
+        work.append((name, source, target, spread(x, source, ranks), spread(c, target.dual, ranks)))
+    answers = run(ranks, in_two, ranks, work)
+    for i, ((name, source, target, *_), (x, c)) in enumerate(zip(work, values, strict=True)):
+        where = f"{name} {source} → {target}"
+        assert torch.equal(denoted([answer[i][0] for answer in answers], target), x), where
+        assert torch.equal(denoted([answer[i][1] for answer in answers], source.dual), c), f"gradient of {where}"
+
+
+def in_low_precision(ranks: int) -> list[Tensor]:
+    """A sum of bf16 in float32, forward and in the gradient: 256 + 1 is 257, which bf16 does not have, so 4 ranks tell."""
+    axis = Mesh.bound(MeshSpec.parse(f"tp={ranks}"))["tp"]
+    mine = torch.full((4,), 256.0 if axis.index == 0 else 1.0, dtype=torch.bfloat16)
+    part = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    start(collectives.all_gather, part, axis, dim=0, dtype=torch.float32).wait().backward(mine)
+    weight = torch.zeros(4, dtype=torch.bfloat16, requires_grad=True)
+    start(collectives.replicate, weight, axis, dtype=torch.float32).wait().backward(mine)
+    return [
+        start(collectives.reduce_scatter, mine, axis, dim=0, dtype=torch.float32).wait(),
+        start(collectives.all_reduce, mine, axis, dtype=torch.float32).wait(), part.grad, weight.grad,
+    ]  # fmt: skip
+
+
+def test_what_is_started_is_reduced_in_its_dtype():
+    for answer in run(4, in_low_precision, 4):
+        assert [(x.dtype, x.unique().tolist()) for x in answer] == [(torch.bfloat16, [260.0])] * 4
+
+
+ONE = Ranks("tp", 1, 0, "none")
+
+
+def test_on_one_rank_nothing_is_started():
+    x = torch.ones(2, 3)
+    assert start(collectives.all_gather, x, ONE, dim=1) is x
+
+
+def test_uneven_parts_are_not_sent_beside_another_half():
+    with pytest.raises(ValueError) as error:
+        start(collectives.reduce_scatter, torch.ones(2, 3), Ranks("tp", 2, 0, "none"), dim=1)
+    assert str(error.value) == (
+        "dim 1 of a tensor (2, 3) does not divide by the 2 ranks of 'tp'\n"
+        "  why  only even parts are sent while another half computes\n"
+        "  try  reduce_scatter(…, size=3)"
+    )
+
+
+def test_the_first_half_is_two_turns_ahead():
+    turns: list[str] = []
+
+    def steps(name):
+        for turn in range(5):
+            turns.append(f"{name}{turn}")
+            if turn < 4:
+                yield
+        return name
+
+    assert in_turn(steps("a"), steps("b")) == ("a", "b")
+    assert " ".join(turns) == "a0 a1 b0 a2 b1 a3 b2 a4 b3 b4"
+
+
+def test_arguments_are_cut_and_results_put_together_along_their_dims():
+    @in_halves((0, 1, None), x=0, turned=1)
+    def compute(w, x, turned, whole):
+        yield
+        return x * w, turned + whole, whole
+
+    x, w = torch.arange(8.0).view(4, 2).requires_grad_(), torch.tensor(3.0, requires_grad=True)
+    y, turned, whole = compute(w, x, x.t(), torch.ones(()))
+    assert torch.equal(y, 3 * x) and torch.equal(turned, x.t() + 1) and whole == 1
+    y.sum().backward()
+    assert w.grad == x.sum() and torch.equal(x.grad, torch.full((4, 2), 3.0))
