@@ -244,8 +244,9 @@ def halves_are_apart(graph: fx.GraphModule, mesh: MeshSpec, signature: Callable[
         allowed = {given[0]} if kept else deduce(node, signature(node), HALVES, given, [False] * len(given))
         if made not in allowed:
             raise _broken(f"%{node.name} is {made} in halves, but its operands make it {_any_of(allowed)}", node, RULE)
-        if node.meta.get("started") and (move is None or made == R):
-            raise _broken(f"%{node.name} is sent beside the other half", node, "it is no conversion of one half")
+        sent = node.meta.get("sent")
+        if sent is not None and (move is None or (sent == "once") != (made == R)):
+            raise _broken(f"%{node.name} is sent by '{sent}', and is {made} in halves", node, "one half has one part")
 
 
 HALVES = "halves"

@@ -35,8 +35,8 @@ class Whole(Exception):
 
 def cut_in_halves(graph: fx.GraphModule, mesh: MeshSpec, required: bool = True) -> fx.GraphModule:
     """Set on the nodes of blocks whose samples do not meet: `cut`, the dim on which the value is cut in halves (None:
-    both halves have it); `started`, of conversions that travel while the other half computes; `turn`, where the other
-    half goes on though nothing is sent.
+    both halves have it); `sent`, of conversions: "start" where they travel while the other half computes, "once" where
+    both halves have the value; `turn`, where the other half goes on though nothing is sent.
 
     The halves are one more axis, on which a value is `S` or `R` and nothing is converted: the rules that place values
     on the mesh say whether an op may take them so. `whole` on the graph's output has the other blocks, each with the
@@ -171,8 +171,6 @@ def _placement(dim: int | None) -> Placement:
 
 def _of_conversion(node: fx.Node, dim: int | None) -> int | None:
     move = node.meta["move"]
-    if dim is None and _sides(node) & COLLECTIVES:
-        raise Whole("what both halves have would be sent twice", node)
     if dim is not None and dim in (move.source.dim, move.target.dim):
         raise Whole("a collective works along the batch", node)
     return dim
@@ -199,8 +197,11 @@ def _mark(segment: Segment, cuts: Cuts, mesh: MeshSpec) -> None:
     for node in (*segment.ports, *segment.nodes):
         node.meta |= dict(halved=True, cut=cuts[node])
     started = [node for node in segment.nodes if _starts(node, cuts, mesh)]
+    for node in segment.nodes:
+        if "move" in node.meta and _sides(node) & COLLECTIVES and cuts[node] is None:
+            node.meta["sent"] = "once"
     for node in started:
-        node.meta["started"] = True
+        node.meta["sent"] = "start"
     for before, node in itertools.pairwise([None, *started]):
         assert node is not None, "only the first has none before it"
         _give_turn(segment.nodes, before, node)

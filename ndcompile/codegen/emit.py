@@ -119,7 +119,7 @@ class _Emitter:
         """What stands over a `compute` that yields: on which dims its results and arguments are cut."""
         if not segment.halved:
             return []
-        self.runtime |= {"in_halves", "start"}
+        self.runtime.add("in_halves")
         cut = zip(parameters, map(batch_dim, segment.inputs), strict=True)
         given = [f"{name}={dim}" for name, dim in cut if dim is not None]
         results = tuple(node.meta["cut"] for node in segment.outputs)
@@ -240,8 +240,9 @@ class _Emitter:
             writer.names[node] = writer.names[values[0]]
         else:
             writer.names[node] = fresh(value_name(node), used)
-        if node.meta.get("started"):
-            text = "yield start(" + text.replace("(", ", ", 1)
+        if how := node.meta.get("sent"):
+            self.runtime.add(how)
+            text = f"yield {how}({text.replace('(', ', ', 1)}"
         turn = [_commented("yield", "the other half goes on")] if node.meta.get("turn") else []
         return [*turn, _commented(f"{writer.names[node]} = {text}", self._comment(node))]
 

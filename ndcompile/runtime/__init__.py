@@ -22,7 +22,7 @@ from ndcompile.runtime.context import context_attention, heads_divide
 from ndcompile.runtime.factory import arange, literal
 from ndcompile.runtime.gradient import scale_gradient
 from ndcompile.runtime.grouped import grouped_linear
-from ndcompile.runtime.halves import in_halves, start
+from ndcompile.runtime.halves import in_halves, once, start
 from ndcompile.runtime.histogram import histogram
 from ndcompile.runtime.lookup import embedding
 from ndcompile.runtime.loss import cross_entropy
@@ -74,6 +74,7 @@ __all__ = [
     "keep_mask",
     "lstm",
     "moving_average",
+    "once",
     "pad",
     "partial",
     "partial_invariant",

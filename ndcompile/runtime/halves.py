@@ -16,7 +16,7 @@ from ndcompile.placement import BY_NAME
 from ndcompile.runtime.collectives import Along, begun, finished
 from ndcompile.runtime.mesh import Ranks
 
-Steps = Generator["Started | Tensor | None", Tensor | None, Any]
+Steps = Generator["Started | Once | Tensor | None", Tensor | None, Any]
 """A block's computation: what it yields is waited for by the time that it goes on, and sent to it."""
 
 
@@ -25,7 +25,8 @@ def in_halves(results: tuple[int | None, ...], /, **cut: int) -> Callable[[Calla
     the dims given by `cut`, and on the second. All other arguments are whole for both.
 
     `results` has the dim on which each result is put together; None: both halves have the same. At each `yield` the
-    other half goes on, and `x = yield start(…)` waits for what was started only when it is this half's turn again.
+    other half goes on, and `x = yield start(…)` waits for what was started only when it is this half's turn again. What
+    both halves have is sent by the first: `x = yield once(…)` gives the second the first one's.
     """
 
     def decorated(steps: Callable[..., Steps]) -> Callable[..., Any]:
@@ -50,27 +51,58 @@ def in_turn(first: Steps, second: Steps) -> tuple[Any, Any]:
     """What both return. The first is two turns ahead: while one is between two matmuls that a collective keeps apart,
     the other is in the middle of its own, which cover what is sent before and after.
     """
-    done, a = _turn(first, None)
+    shared: list[Tensor] = []
+    taken = [0]
+    done, a = _turn(first, None, shared, None)
     if not done:
-        done, a = _turn(first, a)
-    over, b = _turn(second, None)
+        done, a = _turn(first, a, shared, None)
+    over, b = _turn(second, None, shared, taken)
     while not over:
         if not done:
-            done, a = _turn(first, a)
-        over, b = _turn(second, b)
+            done, a = _turn(first, a, shared, None)
+        over, b = _turn(second, b, shared, taken)
     return a, b
 
 
-def _turn(steps: Steps, brought: Any) -> tuple[bool, Any]:
-    """The next thing that a half yields, or that it is over, with what it returns."""
+def _turn(steps: Steps, brought: Any, shared: list[Tensor], taken: list[int] | None) -> tuple[bool, Any]:
+    """The next thing that a half yields, or that it is over, with what it returns. `taken` counts what the second half
+    has got of what the first has `shared`.
+    """
+    brought = brought.wait() if isinstance(brought, Started) else brought
     try:
-        return False, steps.send(brought.wait() if isinstance(brought, Started) else brought)
+        yielded = steps.send(brought)
+        while isinstance(yielded, Once):
+            if taken is None:
+                shared.append(yielded.converted())
+                yielded = steps.send(shared[-1])
+            else:
+                taken[0] += 1
+                yielded = steps.send(shared[taken[0] - 1])
+        return False, yielded
     except StopIteration as end:
         return True, end.args[0]
 
 
 def _joined(first: Tensor, second: Tensor, dim: int | None) -> Tensor:
     return first if dim is None else torch.cat((first, second), dim)
+
+
+@dataclass(frozen=True)
+class Once:
+    """A conversion of what both halves have."""
+
+    conversion: Callable[..., Tensor]
+    x: Tensor
+    axis: Ranks
+    options: dict[str, Any]
+
+    def converted(self) -> Tensor:
+        return self.conversion(self.x, self.axis, **self.options)
+
+
+def once(conversion: Callable[..., Tensor], x: Tensor, axis: Ranks, **options: Any) -> Once:
+    """What `conversion(x, axis, …)` is, for a tensor that both halves have: one of them sends it."""
+    return Once(conversion, x, axis, options)
 
 
 @dataclass(frozen=True)
