@@ -42,6 +42,7 @@ def in_halves(results: tuple[int | None, ...], /, **cut: int) -> Callable[[Calla
                 return _joined(first, second, results[0])
             return tuple(_joined(*both) for both in zip(first, second, results, strict=True))
 
+        compute.halved = True  # type: ignore[attr-defined]
         return compute
 
     return decorated

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from ndcompile.mesh import MeshSpec
-from ndcompile.runtime import collectives, in_halves, start
+from ndcompile.runtime import collectives, in_halves, once, start
 from ndcompile.runtime.halves import Started, in_turn
+from ndcompile.runtime.schedule import compile_options
 from ndcompile.runtime.mesh import Mesh, Ranks
 from tests.ranks import run
 from tests.runtime.test_collectives import cases, denoted, spread
@@ -114,3 +123,109 @@ def test_arguments_are_cut_and_results_put_together_along_their_dims():
     assert torch.equal(y, 3 * x) and torch.equal(turned, x.t() + 1) and whole == 1
     y.sum().backward()
     assert w.grad == x.sum() and torch.equal(x.grad, torch.full((4, 2), 3.0))
+
+
+def test_what_both_halves_have_is_sent_by_one():
+    sent = []
+
+    def doubled(x: Tensor, axis: Ranks, *, dim: int) -> Tensor:
+        sent.append(dim)
+        return 2 * x
+
+    @in_halves((0,), x=0)
+    def compute(w, x):
+        w = yield once(doubled, w, ONE, dim=1)
+        yield
+        w = yield once(doubled, w, ONE, dim=3)
+        return x * w
+
+    x, w = torch.arange(8.0).view(4, 2), torch.tensor(3.0, requires_grad=True)
+    y = compute(w, x)
+    y.sum().backward()
+    assert torch.equal(y, 12 * x) and w.grad == 4 * x.sum() and sent == [1, 3]
+
+
+# ---- the order in compiled code ------------------------------------------------------------------------------------
+
+
+def block(axis: Ranks):
+    """Two pairs of products with their collectives; `turned`, read by both halves, invites fusions across them."""
+    tp = axis
+
+    @in_halves((0,), x=0)
+    def compute(w, x, turned):
+        h = yield start(collectives.all_gather, x.sin(), tp, dim=1)
+        h = F.linear(h, w.up)
+        h = h * turned
+        h = h @ w.mid
+        yield
+        h = F.linear(h, w.down)
+        h = yield start(collectives.reduce_scatter, h, tp, dim=1)
+        x = x + h
+        h = yield start(collectives.all_gather, x.cos(), tp, dim=1)
+        h = F.linear(h, w.wide).tanh()
+        yield
+        h = F.linear(h, w.narrow)
+        h = yield start(collectives.reduce_scatter, h, tp, dim=1)
+        return x + h
+
+    return compute
+
+
+@contextmanager
+def two_ranks_without_the_other() -> Iterator[Ranks]:
+    """Collectives that bring nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield Mesh.bound(MeshSpec.parse("tp=2"))["tp"]
+    finally:
+        dist.destroy_process_group()
+
+
+def compiled_order(**options) -> list[str]:
+    """What inductor writes for the block, forward and backward: products, starts and waits, kernels left empty."""
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+
+    Weights = namedtuple("Weights", "up mid down wide narrow")
+    shapes = (6, 8), (6, 6), (8, 6), (6, 8), (8, 6)
+    w = Weights(*(torch.randn(shape, requires_grad=True) for shape in shapes))
+    x, turned = torch.randn(4, 5, 8, requires_grad=True), torch.randn(10, 6)
+    empty = patch("torch._inductor.async_compile.AsyncCompile.cpp_pybinding", lambda *_, **__: lambda *_: None)
+    with two_ranks_without_the_other() as axis, config.patch(force_disable_caches=True), empty:
+        compute = torch.compile(block(axis), fullgraph=True, **options)
+        _, codes = run_and_get_code(lambda: compute(w, x, turned).sum().backward())
+        torch.compiler.reset()
+    return [" ".join(_events(code)) for code in codes]
+
+
+def _events(code: str) -> Iterator[str]:
+    for line in code.splitlines():
+        if re.search(r"extern_kernels\.\w*mm\(", line):
+            yield "mm"
+        elif found := re.search(r"= torch\.ops\._c10d_functional\.(all_gather|reduce_scatter)", line):
+            yield found[1]
+        elif line.strip().startswith("torch.ops._c10d_functional.wait_tensor"):
+            yield "wait"
+
+
+def test_in_compiled_code_one_half_computes_while_the_other_travels():
+    forward, backward = compiled_order(**compile_options({}))
+    assert forward == (
+        "all_gather wait mm mm "  # the first half, up to its second product; nothing covers its gather
+        "all_gather mm reduce_scatter wait mm mm "  # the second half's gather beside the first's last product, and so on
+        "wait all_gather mm reduce_scatter wait mm wait all_gather mm reduce_scatter wait mm wait mm reduce_scatter wait"
+    )
+    assert backward == (
+        "all_gather wait mm mm all_gather mm mm reduce_scatter wait mm mm wait all_gather mm mm reduce_scatter "
+        "wait mm mm wait all_gather mm mm mm mm reduce_scatter wait mm mm wait mm mm mm mm reduce_scatter wait"
+    )
+
+
+def test_an_order_of_the_users_own_is_refused_and_another_compiler_has_none():
+    assert compile_options({"backend": "aot_eager"}) == {"backend": "aot_eager"}
+    with pytest.raises(ValueError, match="of a model that was compiled with halves=True\n  why"):
+        compile_options({"options": {"reorder_for_peak_memory": True}})
+    assert compile_options({"mode": "max-autotune"})["options"]["max_autotune"] is True
