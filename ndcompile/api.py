@@ -61,8 +61,8 @@ def compile(
     With `pad_inputs` sequences of a length that the mesh does not divide get tokens at their end that change nothing,
     and results are cut back; a model in which that cannot be shown is refused.
     With `halves` each block computes two halves of a rank's batch in turn, so that one computes while the other's
-    collectives over `tp` travel; a rank's batch must be even. Blocks in which samples meet stay whole, and the program's
-    first lines say why; where none can be cut, or there is no `tp`, it is an error.
+    collectives over `tp` travel; a rank's batch must be even. Blocks in which samples meet stay whole, and the
+    program's first lines say why; where none can be cut, or there is no `tp`, it is an error.
     `remat` is what backward recomputes: `"none"`, `"block"` (all of each block of an `nn.ModuleList`), or all but the
     results that it names, `("linear", "attention")`; or a dict of these by a block's name or wildcard. None: the blocks
     that the model itself checkpoints. `reshard_after_forward=False` keeps gathered weights for backward; a dict says it

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-
 from torch import fx
 
 from ndcompile.axes import data_axes
@@ -40,7 +37,7 @@ def cut_in_halves(graph: fx.GraphModule, mesh: MeshSpec, required: bool = True) 
 
     The halves are one more axis, on which a value is `S` or `R` and nothing is converted: the rules that place values
     on the mesh say whether an op may take them so. `whole` on the graph's output has the other blocks, each with the
-    reason. Raises `CompileError` if no block can be cut, unless it is not `required`. Reads `layout`, `move`, `segment`.
+    reason. Raises `CompileError` if no block can be cut, unless it is not `required`. Reads `layout` and `segment`.
     """
     found: dict[int | None, tuple[list[str], Whole | None]] = {}
     blocks = [segment for segment in segments(graph) if segment.block]
@@ -111,7 +108,7 @@ def has_batch(size: object) -> bool:
 
 
 def _require_batch(node: fx.Node, dim: int | None, mesh: MeshSpec) -> None:
-    """A value is cut where the batch is, and nowhere else; of the mesh's axes only those of the batch are major to it."""
+    """A value is cut where the batch is, and nowhere else; of the mesh's axes only those of the batch cut it too."""
     layout = node.meta["layout"]
     if _with_batch(node) != ([] if dim is None else [dim]):
         raise Whole("samples meet: a result has the batch in another dim than its operands, or in two", node)
@@ -124,7 +121,7 @@ SHAPED = (
     "aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.flatten.using_ints",
     "aten.unflatten.int", "aten.expand.default", *FILLED,
 )  # fmt: skip
-"""Ops that may be given the batch's size: it is the size of their result. What is `FILLED` is so alike in all places."""
+"""Ops that may be given the batch's size: it is the size of their result. What is filled is alike in all places."""
 
 
 def _of_op(node: fx.Node, cuts: Cuts, mesh: MeshSpec) -> int | None:
@@ -202,20 +199,18 @@ def _mark(segment: Segment, cuts: Cuts, mesh: MeshSpec) -> None:
             node.meta["sent"] = "once"
     for node in started:
         node.meta["sent"] = "start"
-    for before, node in itertools.pairwise([None, *started]):
-        assert node is not None, "only the first has none before it"
-        _give_turn(segment.nodes, before, node)
+    before = 0
+    for node in started:
+        _give_turn(segment.nodes[before:], node)
+        before = segment.nodes.index(node) + 1
 
 
-def _give_turn(nodes: list[fx.Node], before: fx.Node | None, sent: fx.Node) -> None:
+def _give_turn(nodes: list[fx.Node], sent: fx.Node) -> None:
     """Before the last product that makes what is reduced, if others stand before it since the last turn: so the other
     half can send what it has waited for, and the last product covers that.
     """
     made = _maker(sent)
-    if made is None or made not in nodes:
-        return
-    since = nodes[0 if before is None else nodes.index(before) + 1 : nodes.index(made)]
-    if any(_is_product(node) for node in since):
+    if made in nodes and any(_is_product(node) for node in nodes[: nodes.index(made)]):
         made.meta["turn"] = True
 
 
@@ -225,18 +220,13 @@ def _maker(sent: fx.Node) -> fx.Node | None:
     if move.source.kind != "P":
         return None
     value = sent
-    for value in _back(sent, move.axes[0]):
-        pass
+    while partial := [v for v in operands(value) if v.meta.get("cut") is not None and _partial(v, move.axes[0])]:
+        value = partial[-1]
     return None if "move" in value.meta else value
 
 
-def _back(value: fx.Node, axis: str) -> Iterator[fx.Node]:
-    """From operand to operand, along those that are cut in halves and partial on the axis."""
-    while True:
-        partial = [v for v in operands(value) if v.meta.get("cut") is not None and v.meta["layout"].on(axis).kind == "P"]
-        if not partial:
-            return
-        yield (value := partial[-1])
+def _partial(value: fx.Node, axis: str) -> bool:
+    return bool(value.meta["layout"].on(axis).kind == "P")
 
 
 def _is_product(node: fx.Node) -> bool:

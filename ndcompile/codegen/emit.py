@@ -230,7 +230,9 @@ class _Emitter:
         carried = value.meta.get("block") or (value.meta["grad"] and len(value.meta["shape"]) > 2)
         return "x" if carried else value_name(value)
 
-    def _statement(self, writer: Writer, node: fx.Node, at: int, last: Mapping[fx.Node, int], used: set[str]) -> list[str]:
+    def _statement(
+        self, writer: Writer, node: fx.Node, at: int, last: Mapping[fx.Node, int], used: set[str]
+    ) -> list[str]:
         text = writer.expression(node)
         name = op_name(node.target)
         self.runtime |= {w for w in re.findall(r"(?<![\w.])([a-z_]+)\(", text) if w in RUNTIME}

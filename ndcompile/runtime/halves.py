@@ -21,8 +21,8 @@ Steps = Generator["Started | Once | Tensor | None", Tensor | None, Any]
 
 
 def in_halves(results: tuple[int | None, ...], /, **cut: int) -> Callable[[Callable[..., Steps]], Callable[..., Any]]:
-    """A pure function `(w, *tensors)` that is a generator, run twice, in turn: on the first half of some arguments along
-    the dims given by `cut`, and on the second. All other arguments are whole for both.
+    """A pure function `(w, *tensors)` that is a generator, run twice, in turn: on the first half of some arguments
+    along the dims given by `cut`, and on the second. All other arguments are whole for both.
 
     `results` has the dim on which each result is put together; None: both halves have the same. At each `yield` the
     other half goes on, and `x = yield start(…)` waits for what was started only when it is this half's turn again. What

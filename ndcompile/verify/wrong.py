@@ -74,7 +74,9 @@ def first_half_twice(results: tuple[int | None, ...], /, **cut: int) -> Callable
         compute = runtime.in_halves(results, **cut)(steps)
 
         def wrong(*values: Any) -> Any:
-            twice = [v if d is None else torch.cat([v.chunk(2, d)[0]] * 2, d) for v, d in zip(values, dims, strict=True)]
+            twice = [
+                v if d is None else torch.cat([v.chunk(2, d)[0]] * 2, d) for v, d in zip(values, dims, strict=True)
+            ]
             return compute(*twice)
 
         return wrong

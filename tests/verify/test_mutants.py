@@ -40,8 +40,8 @@ HALVED = ("gpt",)
 def judge(model: str, mesh: str) -> Judge:
     torch.set_num_threads(1)
     made, batch = make(Case(model, mesh))
-    options = dict(remat=RECOMPUTED.get(model), halves=model in HALVED)
-    return Judge(nd.compile(made, mesh, batch, float64=True, **options), made)
+    remat, halves = RECOMPUTED.get(model), model in HALVED
+    return Judge(nd.compile(made, mesh, batch, float64=True, remat=remat, halves=halves), made)
 
 
 def all_mutants(model: str, mesh: str) -> list[Mutant]:
