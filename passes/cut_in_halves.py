@@ -134,10 +134,10 @@ def _of_op(node: fx.Node, cuts: Cuts, mesh: MeshSpec) -> int | None:
         return _of_conversion(node, cuts[given[0]])
     if "data_axes" in node.meta or name == "_operator.getitem":
         return cuts[given[0]]
-    if name not in SHAPED and any(_is_batch(n) for n in node.all_input_nodes if "shape" not in n.meta):
-        raise Whole("the size of the batch is used as a number", node)
     if not given and _with_batch(node) and name not in FILLED:
         raise Whole("places in the batch are counted", node)
+    if name not in SHAPED and any(_is_batch(n) for n in node.all_input_nodes if "shape" not in n.meta):
+        raise Whole("the size of the batch is used as a number", node)
     return _by_rule(node, tuple(_placement(cuts[value]) for value in given))
 
 

@@ -59,4 +59,5 @@ def keep_order(graph: fx.Graph) -> None:
 def _attended(node: fx.Node) -> bool:
     """A kernel of attention gives several tensors; the first stands for it."""
     kernels = {op for pair in private.ATTENTION.values() for op in pair}
-    return node.target is getitem and node.args[1] == 0 and getattr(node.args[0], "target", None) in kernels
+    kernel = getattr(node.args[0], "target", None) if node.target is getitem else None
+    return kernel in kernels and node.args[1] == 0

@@ -6,6 +6,7 @@ import re
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ndcompile.mesh import MeshSpec
+from ndcompile.placement import Placement
 from ndcompile.runtime import collectives, in_halves, once, start
 from ndcompile.runtime.halves import Started, in_turn
 from ndcompile.runtime.mesh import Mesh, Ranks
@@ -25,7 +27,7 @@ from tests.runtime.test_collectives import cases, denoted, spread
 SHAPE = (4, 8, 12)
 
 
-def dims_of(source, target) -> dict[str, int]:
+def dims_of(source: Placement, target: Placement) -> dict[str, Any]:
     dims = [p.dim for p in (source, target) if p.kind == "S"]
     return dict(zip(("source", "target") if len(dims) == 2 else ("dim",), dims, strict=False))
 
