@@ -84,6 +84,17 @@ def test_storages_are_told_apart_by_their_address() -> None:
     assert x.untyped_storage()._cdata == x[1:].untyped_storage()._cdata != x.clone().untyped_storage()._cdata
 
 
+def test_inductor_takes_an_order_and_a_last_pass() -> None:
+    """That generated code keeps the order is in `test_halves`; here are the names that it stands on."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    own = private.inductor_options("max-autotune", lambda graph: None, __file__)
+    assert own.keys() - {"max_autotune"} <= set(dir(config)) | {name for name in own if "." in name}
+    assert isinstance(own["post_grad_custom_post_pass"], CustomGraphPass) and config.reorder_for_peak_memory is True
+    assert own["post_grad_custom_post_pass"].uuid() == own["post_grad_custom_post_pass"].uuid() != b""
+
+
 AT_EXIT = """
 import atexit, os, socket
 import torch, torch.distributed as dist
