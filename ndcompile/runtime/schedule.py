@@ -60,4 +60,4 @@ def _attended(node: fx.Node) -> bool:
     """A kernel of attention gives several tensors; the first stands for it."""
     kernels = {op for pair in private.ATTENTION.values() for op in pair}
     kernel = getattr(node.args[0], "target", None) if node.target is getitem else None
-    return kernel in kernels and node.args[1] == 0
+    return bool(kernel in kernels and node.args[1] == 0)

@@ -21,7 +21,7 @@ def main() -> None:
     sys.path.insert(0, str(folder))
     peers = importlib.import_module("peers")
 
-    class Halves(peers.NdCompile):  # type: ignore[name-defined,misc]
+    class Halves(peers.NdCompile):  # type: ignore[name-defined]
         """halves:<mesh spec>"""
 
         def build(self) -> None:
