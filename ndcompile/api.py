@@ -21,7 +21,7 @@ from ndcompile.pins import for_other_mode, read_pins
 from ndcompile.precision import Precision
 from ndcompile.program import Program, load_manifest
 from ndcompile.remat import Remat, Reshard
-from ndcompile.request import Asked, Request, check_option, examples, skeleton
+from ndcompile.request import Asked, Request, check_halves, check_option, examples, skeleton
 from ndcompile.runtime.agreement import together
 from ndcompile.runtime.context import HOW
 from ndcompile.runtime.module import ParallelModule
@@ -40,6 +40,7 @@ def compile(
     dynamic_dims: DynamicDims | None = None,
     cp_attention: str | None = None,
     pad_inputs: bool = False,
+    halves: bool = False,
     remat: Remat = None,
     reshard_after_forward: Reshard = True,
     world_size: int | None = None,
@@ -59,6 +60,9 @@ def compile(
     gathered), `"ring"` (they go round), `"heads"` (heads are sharded in place of the sequence); None: what sends least.
     With `pad_inputs` sequences of a length that the mesh does not divide get tokens at their end that change nothing,
     and results are cut back; a model in which that cannot be shown is refused.
+    With `halves` each block computes two halves of a rank's batch in turn, so that one computes while the other's
+    collectives over `tp` travel; a rank's batch must be even. Blocks in which samples meet stay whole, and the
+    program's first lines say why; where none can be cut, or there is no `tp`, it is an error.
     `remat` is what backward recomputes: `"none"`, `"block"` (all of each block of an `nn.ModuleList`), or all but the
     results that it names, `("linear", "attention")`; or a dict of these by a block's name or wildcard. None: the blocks
     that the model itself checkpoints. `reshard_after_forward=False` keeps gathered weights for backward; a dict says it
@@ -72,7 +76,7 @@ def compile(
     """
     model = model if loss_fn is None else with_loss(model, loss_fn)
     asked = _asked(
-        precision, outputs, float64, dynamic_dims, cp_attention, pad_inputs, remat, reshard_after_forward
+        precision, outputs, float64, dynamic_dims, cp_attention, pad_inputs, halves, remat, reshard_after_forward
     )  # fmt: skip
     request = _request(model, MeshSpec.parse(mesh, world_size), example_inputs, placements, asked)
     return program_of(request, store_of(cache), dump)
@@ -85,6 +89,7 @@ def _asked(
     dynamic_dims: DynamicDims | None,
     cp_attention: str | None,
     pad_inputs: bool,
+    halves: bool,
     remat: Remat,
     reshard: Reshard,
 ) -> Asked:
@@ -92,8 +97,9 @@ def _asked(
     check_option("outputs", outputs, ("sharded", "local"))
     check_option("cp_attention", cp_attention, (None, *HOW))
     return Asked(
-        precision or Precision(), outputs == "local", float64, dynamic_dims, cp_attention, pad_inputs, remat, reshard
-    )
+        precision or Precision(), outputs == "local", float64, dynamic_dims, cp_attention, pad_inputs, halves, remat,
+        reshard,
+    )  # fmt: skip
 
 
 def _request(
@@ -103,6 +109,7 @@ def _request(
     placements: Mapping[str, Mapping[str, Any]] | None,
     asked: Asked,
 ) -> Request:
+    check_halves(asked, mesh)
     example = Inputs.of(examples(model) if example_inputs is None else example_inputs)
     return Request(model, mesh, example, read_pins(placements, mesh), asked)
 
@@ -120,6 +127,7 @@ def parallelize(
     dynamic_dims: DynamicDims | None = None,
     cp_attention: str | None = None,
     pad_inputs: bool = False,
+    halves: bool = False,
     remat: Remat = None,
     reshard_after_forward: Reshard = True,
     cache: str | Path | None = None,
@@ -146,7 +154,7 @@ def parallelize(
 
     def asked_for() -> Request:
         asked = _asked(
-            precision, outputs, float64, dynamic_dims, cp_attention, pad_inputs, remat, reshard_after_forward
+            precision, outputs, float64, dynamic_dims, cp_attention, pad_inputs, halves, remat, reshard_after_forward
         )  # fmt: skip
         return _request(model, MeshSpec.parse(mesh, world), example_inputs, placements, asked)
 

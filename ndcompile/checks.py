@@ -247,6 +247,31 @@ def same_collectives_on_every_rank(graph: fx.GraphModule, mesh: MeshSpec) -> Non
             raise _broken(f"{move.conversion.name} over {over} leaves ranks out", node, f"the mesh is '{mesh}'")
 
 
+def halves_are_apart(graph: fx.GraphModule, mesh: MeshSpec, signature: Callable[[fx.Node], Any]) -> None:
+    """In a block that is computed in halves no op takes numbers of one half into the other: each result is cut on the
+    dim, or whole, as the op's rule gives it of operands that are, and no conversion is along the dim that is cut.
+    """
+    for node in _ops(graph):
+        if not node.meta.get("halved") or node.meta.get("port"):
+            continue
+        given = [S(v.meta["cut"]) if v.meta.get("cut") is not None else R for v in _tensors(node)]
+        made = S(node.meta["cut"]) if node.meta["cut"] is not None else R
+        move, name = node.meta.get("move"), str(getattr(node.target, "__name__", node.target))
+        kept = move is not None or "data_axes" in node.meta or name == "getitem"
+        if move is not None and node.meta["cut"] is not None and node.meta["cut"] in (move.source.dim, move.target.dim):
+            raise _broken(f"%{node.name} exchanges samples of two halves", node, "they are not there at one time")
+        allowed = {given[0]} if kept else deduce(node, signature(node), HALVES, given, [False] * len(given))
+        if made not in allowed:
+            raise _broken(f"%{node.name} is {made} in halves, but its operands make it {_any_of(allowed)}", node, RULE)
+        sent = node.meta.get("sent")
+        if sent is not None and (move is None or (sent == "once") != (made == R)):
+            raise _broken(f"%{node.name} is sent by '{sent}', and is {made} in halves", node, "one half has one part")
+
+
+HALVES = "halves"
+"""What the two halves of a batch are called as an axis."""
+
+
 # ---- the deduction -------------------------------------------------------------------------------------------------
 
 

@@ -67,6 +67,7 @@ def inspect(
     out: Annotated[Path | None, typer.Option(help="Also write the emitted source to this file.")] = None,
     remat: Annotated[str | None, typer.Option(help="none, block, or what is saved: linear,attention.")] = None,
     reshard: Annotated[bool, typer.Option(help="Give gathered weights back after forward.")] = True,
+    halves: Annotated[bool, typer.Option("--halves", help="Two halves of a batch in turn, on tp.")] = False,
     at: Annotated[str, typer.Option(help="Sizes at which memory is told, for example 'b=4, s=8192'.")] = "",
 ) -> None:
     """Show what a model becomes on a mesh, without running it: collectives, parameters on a rank, its memory, who
@@ -75,7 +76,7 @@ def inspect(
     with user_errors():
         made, example_inputs = load_model(model)
         saved = remat if remat in (None, "none", "block") else tuple(remat.replace(" ", "").split(","))
-        program = nd.compile(made, mesh, example_inputs, remat=saved, reshard_after_forward=reshard)
+        program = nd.compile(made, mesh, example_inputs, remat=saved, reshard_after_forward=reshard, halves=halves)
         memory = memory_table(program, _sizes(at))
     console.print(collectives_table(program))
     console.print(parameters_table(program))
@@ -97,6 +98,7 @@ def verify(
     microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a step.")] = 2,
     also: Annotated[str, typer.Option(help="More arithmetics: dtypes, integers, or both with a comma.")] = "",
     device: Annotated[str, typer.Option(help="Where all ranks run: cpu, or a GPU such as cuda.")] = "cpu",
+    halves: Annotated[bool, typer.Option("--halves", help="Two halves of a batch in turn, on tp.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Also write it as a page to this file.")] = None,
 ) -> None:
@@ -106,7 +108,7 @@ def verify(
     """
     with user_errors():
         made, example_inputs = load_model(model)
-        program = nd.compile(made, mesh, example_inputs)
+        program = nd.compile(made, mesh, example_inputs, halves=halves)
         more = [name.strip() for name in also.split(",") if name.strip()]
         with progress_bar() as progress:
             report = nd.verify(

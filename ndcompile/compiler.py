@@ -34,7 +34,8 @@ def compiled(request: Request, dump: str | Path | None = None) -> Program:
     job = pipeline.Job(
         captured.graph, request.mesh, asked.precision, request.pins, {**names, **captured.kept.marks()}, lists,
         _names(model, modules), type(model).__name__, dict(model.named_buffers()), asked.local_outputs,
-        not request.of_other_mode, asked.cp_attention, asked.pad_inputs, captured.kept, times=times,
+        not request.of_other_mode, asked.cp_attention, asked.pad_inputs, asked.halves,
+        captured.kept, times=times,
     )  # fmt: skip
     pipeline.run(job, None if dump is None else Path(dump))
     assert job.reference and job.emitted, "the pipeline has run all its steps"

@@ -20,6 +20,7 @@ from ndcompile.fold import unfold
 from ndcompile.lengths import multiples
 from ndcompile.mesh import MeshSpec
 from ndcompile.passes.choose_attention import choose_attention
+from ndcompile.passes.cut_in_halves import cut_in_halves
 from ndcompile.passes.cut_linears import cut_linears
 from ndcompile.passes.drop_noops import drop_noops
 from ndcompile.passes.follow_device import follow_device
@@ -63,6 +64,7 @@ class Job:
     all_pins_match: bool = True
     cp_attention: str | None = None
     pad_inputs: bool = False
+    halves: bool = False
     kept: Kept = field(default_factory=lambda: Kept({}))
     reference: fx.GraphModule | None = None
     emitted: Emitted | None = None
@@ -88,12 +90,19 @@ def _pad_inputs(job: Job) -> None:
         pad_inputs(job.graph, frozenset(multiples(job.graph, job.mesh)))
 
 
+def _cut_in_halves(job: Job) -> None:
+    if job.halves:
+        cut_in_halves(job.graph, job.mesh, required=job.all_pins_match)
+
+
 def _split_axes(job: Job) -> None:
     job.mesh = split_axes(job.graph, job.mesh)
 
 
 def _emit(job: Job) -> None:
     title = [f"{job.title} on {job.mesh}: emitted by ndcompile.", *map(str, dense_masks(job.graph, job.mesh))]
+    whole = job.graph.graph.output_node().meta.get("whole", {})
+    title += [f"{blocks}: not computed in halves, since {why}" for blocks, why in whole.items()]
     job.emitted = emit(job.graph, job.mesh, job.names, "\n\n".join(title))
 
 
@@ -142,6 +151,7 @@ PIPELINE: tuple[Step, ...] = (
         ),
     ),
     Step("choose_attention", lambda job: choose_attention(job.graph, job.mesh, job.cp_attention)),
+    Step("cut_in_halves", _cut_in_halves, (lambda graph, mesh: checks.halves_are_apart(graph, mesh, signature),)),
     Step("mark_recomputed", lambda job: mark_recomputed(job.graph, job.kept)),
     Step("codegen", _emit),
 )

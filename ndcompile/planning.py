@@ -74,6 +74,7 @@ def manifest(
         pads={n.meta["name"]: n.meta["pad"] for n in placeholders.values() if "pad" in n.meta},
         limits={symbol: list(end) for symbol, end in ends.get("limits", {}).items()},
         ends=[[[dim, *end] for dim, end in found.items()] for found in ends.get("ends", [])],
+        halves=any(n.meta.get("halved") for n in job.graph.graph.nodes),
         random=bool([n for n in placeholders.values() if n.meta["role"] == "key"]),
         _spec=captured.output_spec,
     )

@@ -29,6 +29,7 @@ class Asked:
     dynamic_dims: DynamicDims | None
     cp_attention: str | None
     pad_inputs: bool
+    halves: bool
     remat: Remat
     reshard: Reshard
 
@@ -51,6 +52,16 @@ class Request:
 def check_option(name: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
     if value not in allowed:
         raise CompileError(f"{name}={value!r} is no option", tries=" or ".join(map(repr, allowed)))
+
+
+def check_halves(asked: Asked, mesh: MeshSpec) -> None:
+    """Halves are for collectives of `tp`."""
+    if asked.halves and "tp" not in [axis.kind for axis in mesh.axes]:
+        raise CompileError(
+            f"halves=True on the mesh '{mesh}', which has no axis 'tp'",
+            why="half of a batch is computed while collectives over tp travel with the other half",
+            tries=("a mesh with tp, for example 'tp=2'", "halves=False"),
+        )
 
 
 def examples(model: nn.Module) -> dict[str, Tensor]:

@@ -51,6 +51,23 @@ def refusal(model: nn.Module, mesh: Any, inputs: Any = X, **options: Any) -> str
     return str(caught.value)
 
 
+def test_halves_need_tp():
+    assert refusal(Stack(), "dp_shard=2", tokens(4), halves=True) == lines(
+        "halves=True on the mesh 'dp_shard=2', which has no axis 'tp'",
+        "  why     half of a batch is computed while collectives over tp travel with the other half",
+        "  try     a mesh with tp, for example 'tp=2'",
+        "  try     halves=False",
+    )
+
+
+def test_halves_need_blocks():
+    assert refusal(Mlp(), "tp=2", halves=True) == lines(
+        "halves=True, and the model has no blocks",
+        "  why     a block is a child of an nn.ModuleList, and what is computed in halves is a block",
+        "  try     halves=False",
+    )
+
+
 WHOLE_NUMBER = "  try  a whole number of ranks, at least 1, or -1 for the rest"
 MESHES: dict[str, tuple[Any, str]] = {
     "unknown": ("dp=2", lines("unknown axis 'dp' in mesh 'dp=2'", "  try  dp_replicate, dp_shard, cp, tp")),
@@ -530,6 +547,11 @@ def recorded_copies(rank: int) -> None:
     parallel_mlp("dp_replicate=2", cuda_graph=True, transport="symmetric")
 
 
+def odd_batch(rank: int) -> None:
+    parallel = nd.parallelize(seeded(Stack), "tp=2", tokens(4), halves=True)
+    parallel(**tokens(3))
+
+
 def missing_file(rank: int) -> None:
     nd.load("nowhere.py")
 
@@ -547,6 +569,11 @@ ON_RANKS: dict[Callable[[int], None], str | list[str]] = {
         "mesh 'dp_shard=2, tp=2' has 4 ranks, but the world has 2",
         "  why  every rank must have one place on the mesh",
         "  try  sizes whose product is 2; one of them may be -1 (the rest)",
+    ),
+    odd_batch: lines(
+        "input 'ids' has 3 samples on a rank, which are not two halves",
+        "  why  the program was compiled with halves=True",
+        "  try  4 samples a rank, or 2",
     ),
     odd_sequence: lines(
         "input 'ids' has size 7 at dim 1, which does not divide by 2",

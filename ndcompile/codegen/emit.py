@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from ndcompile.codegen.names import (
     value_name,
 )
 from ndcompile.codegen.ops import KEEPS_NAME, Writer
-from ndcompile.codegen.segments import Loop, Segment, segments, statements
+from ndcompile.codegen.segments import Loop, Segment, batch_dim, segments, statements
 from ndcompile.codegen.sizes import SizeFacts, SizeNames, axis_name
 from ndcompile.codegen.wrap import indented, wrapped
 from ndcompile.fold import inside
@@ -114,7 +115,7 @@ class _Emitter:
             lines += indented(body, 12)
             for part, (parameters, inner, result) in zip(segment.parts, functions, strict=True):
                 passed = ", ".join(["w", *parameters])
-                lines += ["", "    @staticmethod", *self._recomputed(segment)]
+                lines += ["", "    @staticmethod", *self._recomputed(segment), *self._in_halves(part, parameters)]
                 lines += [f"    def {self._title(segment, part)}({passed}):"]
                 lines += [*indented(inner, 8), f"        return {result}"]
         return lines
@@ -166,6 +167,16 @@ class _Emitter:
             return []
         self.runtime.add("recomputed")
         return [f"    @recomputed(save={segment.saved!r})".replace("'", '"') if segment.saved else "    @recomputed"]
+
+    def _in_halves(self, segment: Segment, parameters: list[str]) -> list[str]:
+        """What stands over a `compute` that yields: on which dims its results and arguments are cut."""
+        if not segment.halved or not any(node.meta.get("sent") or node.meta.get("turn") for node in segment.nodes):
+            return []
+        self.runtime.add("in_halves")
+        cut = zip(parameters, map(batch_dim, segment.inputs), strict=True)
+        given = [f"{name}={dim}" for name, dim in cut if dim is not None]
+        results = tuple(node.meta["cut"] for node in segment.outputs)
+        return [f"    @in_halves({', '.join([repr(results), *given])})"]
 
     def _class_name(self, segment: Segment) -> str:
         if segment.kind not in self.class_names:
@@ -251,7 +262,7 @@ class _Emitter:
         last = {v: i for i, node in enumerate(nodes) for v in operands(node)}
         last |= {p: max((i for i, n in enumerate(nodes) if p in operands(n)), default=-1) for p in segment.ports}
         last |= {v: len(nodes) for v in segment.outputs}
-        body = [self._statement(writer, node, i, last, used) for i, node in enumerate(nodes)]
+        body = [line for i, node in enumerate(nodes) for line in self._statement(writer, node, i, last, used)]
         self.axes |= writer.axes
         result = ", ".join(names[v] for v in segment.outputs) or "None"
         wanted = self._wanted(body)
@@ -276,7 +287,9 @@ class _Emitter:
         carried = value.meta.get("block") or (value.meta["grad"] and len(value.meta["shape"]) > 2)
         return "x" if carried else value_name(value)
 
-    def _statement(self, writer: Writer, node: fx.Node, at: int, last: Mapping[fx.Node, int], used: set[str]) -> str:
+    def _statement(
+        self, writer: Writer, node: fx.Node, at: int, last: Mapping[fx.Node, int], used: set[str]
+    ) -> list[str]:
         text = writer.expression(node)
         name = op_name(node.target)
         self.runtime |= {w for w in re.findall(r"(?<![\w.])([a-z_]+)\(", text) if w in RUNTIME}
@@ -286,7 +299,11 @@ class _Emitter:
             writer.names[node] = writer.names[values[0]]
         else:
             writer.names[node] = fresh(value_name(node), used)
-        return _commented(f"{writer.names[node]} = {text}", self._comment(node))
+        if how := node.meta.get("sent"):
+            self.runtime.add(how)
+            text = f"yield {how}({text.replace('(', ', ', 1)}"
+        turn = [_commented("yield", "the other half goes on")] if node.meta.get("turn") else []
+        return [*turn, _commented(f"{writer.names[node]} = {text}", self._comment(node))]
 
     def _comment(self, node: fx.Node) -> str:
         move = node.meta.get("move")
@@ -436,7 +453,7 @@ class _Emitter:
         last |= {value: len(part.nodes) for value in returned if isinstance(value, fx.Node)}
         lines = [self._statement(writer, node, i, last, used) for i, node in enumerate(part.nodes)]
         self.axes |= writer.axes
-        return lines
+        return list(itertools.chain(*lines))
 
     def _gathering(self, segment: Segment) -> list[str]:
         stays = ", reshard=False" if segment.gathered else ""

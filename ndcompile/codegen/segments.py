@@ -49,6 +49,9 @@ class Segment:
     def functions(self) -> list[Segment]:
         return [part for part in self.parts if not part.border]
 
+    halved: bool = False
+    """Whether two halves of its batch are computed in turn."""
+
     @property
     def blocks(self) -> tuple[str, ...]:
         """The blocks that it stands for."""
@@ -77,6 +80,7 @@ def segments(graph: fx.GraphModule) -> list[Segment]:
         if segment.kind is None:
             segment.kind = node.meta.get("kind")
         segment.saved, segment.gathered = node.meta.get("saved"), node.meta.get("gathered", False)
+        segment.halved = node.meta.get("halved", False)
         if not node.meta.get("bucket"):
             segment.nodes.append(node)
     listed = [found[number] for number in sorted(found)]
@@ -85,6 +89,13 @@ def segments(graph: fx.GraphModule) -> list[Segment]:
     _find_outputs(graph, listed)
     _cut(graph, listed)
     return listed
+
+
+def batch_dim(value: fx.Node) -> int | None:
+    """The one dim of a value whose size is the batch's."""
+    dims = [d for d, size in enumerate(value.meta["sizes"]) if str(size) == "b"]
+    depend = [size for size in value.meta["sizes"] if any(str(s) == "b" for s in getattr(size, "free_symbols", ()))]
+    return dims[0] if len(dims) == len(depend) == 1 else None
 
 
 def _connect(segment: Segment) -> None:

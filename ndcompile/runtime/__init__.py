@@ -23,6 +23,7 @@ from ndcompile.runtime.context import context_attention, heads_divide
 from ndcompile.runtime.factory import arange, literal
 from ndcompile.runtime.gradient import scale_gradient
 from ndcompile.runtime.grouped import grouped_linear
+from ndcompile.runtime.halves import in_halves, once, start
 from ndcompile.runtime.histogram import histogram
 from ndcompile.runtime.lookup import embedding
 from ndcompile.runtime.loss import cross_entropy
@@ -69,11 +70,13 @@ __all__ = [
     "heads_divide",
     "histogram",
     "gru",
+    "in_halves",
     "invariant",
     "literal",
     "keep_mask",
     "lstm",
     "moving_average",
+    "once",
     "pad",
     "partial",
     "partial_invariant",
@@ -87,6 +90,7 @@ __all__ = [
     "scale_gradient",
     "shard",
     "shard_invariant",
+    "start",
     "uniform_bits",
     "use",
 ]

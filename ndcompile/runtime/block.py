@@ -14,6 +14,7 @@ from ndcompile.runtime import private
 from ndcompile.runtime.harvest import Forward, Harvest
 from ndcompile.runtime.lane import Lane
 from ndcompile.runtime.mesh import Mesh
+from ndcompile.runtime.schedule import compile_options
 from ndcompile.runtime.transport import Collectives, Transport
 from ndcompile.runtime.way import Weight
 from ndcompile.runtime.weights import Bucket
@@ -189,7 +190,9 @@ class Root:
         for owner in {cls, *cls.blocks.values()}:
             for name, function in list(vars(owner).items()):
                 if isinstance(function, staticmethod):
-                    setattr(owner, name, staticmethod(torch.compile(function.__func__, **options)))
+                    halved = hasattr(function.__func__, "halved")
+                    given = compile_options(options) if halved else options
+                    setattr(owner, name, staticmethod(torch.compile(function.__func__, **given)))
 
 
 def _paths(text: str) -> list[str]:

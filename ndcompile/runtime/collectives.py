@@ -176,7 +176,7 @@ def _reduce(name: str, x: Tensor, axis: Ranks, op: str, dtype: torch.dtype | Non
     x = x.detach()
     if axis.size == 1:
         return x
-    return _all_reduce(x, Along(axis.group, axis.size, axis.index, 0, 0, None, None, op, dtype))
+    return _perform("all_reduce", x, Along(axis.group, axis.size, axis.index, 0, 0, None, None, op, dtype))
 
 
 def _whole(x: Tensor, axis: Ranks, dim: int, size: int | None) -> int | None:
@@ -237,9 +237,19 @@ def _perform(primitive: str, x: Tensor, along: Along) -> Tensor:
         x = dealt(x, along.dim, along.ranks)
     if along.balanced_target and primitive == "all_to_all":
         x = dealt(x, along.target, along.ranks)
-    y = PRIMITIVES[primitive](x, along)
+    y = finished(primitive, begun(primitive, x, along), x.dtype, along)
     back = along.balanced and primitive in ("all_gather", "all_to_all", "pad")
     return natural(y, along.dim, along.ranks) if back else y
+
+
+def begun(primitive: str, x: Tensor, along: Along) -> Tensor:
+    """The primitive's result, or of a collective what it brings once it is waited for."""
+    return LOCAL[primitive](x, along) if primitive in LOCAL else SENT[primitive](x, along)
+
+
+def finished(primitive: str, y: Tensor, dtype: torch.dtype, along: Along) -> Tensor:
+    """The primitive's result, of what began it on a tensor of this dtype."""
+    return y if primitive in LOCAL else RECEIVED[primitive](private.wait(y), dtype, along)
 
 
 def _identity(x: Tensor, along: Along) -> Tensor:
@@ -264,31 +274,43 @@ def _pad(x: Tensor, along: Along) -> Tensor:
     return torch.cat((_zeros(x, along.dim, before), x, _zeros(x, along.dim, whole - before - part)), along.dim)
 
 
-def _all_reduce(x: Tensor, along: Along) -> Tensor:
-    y = private.cast(x, along.dtype).contiguous()
-    y = private.cast(private.wait(private.start_all_reduce(y, along.op, along.group)), x.dtype)
-    return y.view_as(x)  # what was waited for is no result by itself: dynamo 2.11 would drop its gradient
+def _send_all_reduce(x: Tensor, along: Along) -> Tensor:
+    return private.start_all_reduce(private.cast(x, along.dtype).contiguous(), along.op, along.group)
 
 
-def _all_gather(x: Tensor, along: Along) -> Tensor:
+def _of_all_reduce(y: Tensor, dtype: torch.dtype, along: Along) -> Tensor:
+    y = private.cast(y, dtype)
+    return y.view_as(y)  # what was waited for is no result by itself: dynamo 2.11 would drop its gradient
+
+
+def _send_all_gather(x: Tensor, along: Along) -> Tensor:
     x = _lengthen(x, along.dim, _step(along.size, along.ranks))
-    y = private.wait(private.start_all_gather(x.contiguous(), along.ranks, along.group))
-    y = _join(torch.unflatten(y, 0, (along.ranks, x.shape[0])), along.dim)
+    return private.start_all_gather(x.contiguous(), along.ranks, along.group)
+
+
+def _of_all_gather(y: Tensor, dtype: torch.dtype, along: Along) -> Tensor:
+    y = _join(torch.unflatten(y, 0, (along.ranks, y.shape[0] // along.ranks)), along.dim)
     return y if along.size is None else y.narrow(along.dim, 0, along.size)
 
 
-def _reduce_scatter(x: Tensor, along: Along) -> Tensor:
-    y = _split(private.cast(x, along.dtype), along.dim, along.ranks, along.size)
-    y = private.wait(private.start_reduce_scatter(y.flatten(0, 1), along.ranks, along.group))
-    y = private.cast(y, x.dtype)
+def _send_reduce_scatter(x: Tensor, along: Along) -> Tensor:
+    x = _split(private.cast(x, along.dtype), along.dim, along.ranks, along.size)
+    return private.start_reduce_scatter(x.flatten(0, 1), along.ranks, along.group)
+
+
+def _of_reduce_scatter(y: Tensor, dtype: torch.dtype, along: Along) -> Tensor:
+    y = private.cast(y, dtype)
     return y.view_as(y) if along.size is None else y.narrow(along.dim, 0, along.axis.part(along.size))
 
 
-def _all_to_all(x: Tensor, along: Along) -> Tensor:
+def _send_all_to_all(x: Tensor, along: Along) -> Tensor:
     x = _lengthen(x, along.dim, _step(along.size, along.ranks))
     x = _split(x, along.target, along.ranks, along.other)
-    y = private.wait(private.start_all_to_all(x.flatten(0, 1), along.ranks, along.group))
-    y = _join(torch.unflatten(y, 0, x.shape[:2]), along.dim)
+    return private.start_all_to_all(x.flatten(0, 1), along.ranks, along.group)
+
+
+def _of_all_to_all(y: Tensor, dtype: torch.dtype, along: Along) -> Tensor:
+    y = _join(torch.unflatten(y, 0, (along.ranks, y.shape[0] // along.ranks)), along.dim)
     if along.size is not None:
         y = y.narrow(along.dim, 0, along.size)
     return y if along.other is None else y.narrow(along.target, 0, along.axis.part(along.other))
@@ -305,17 +327,29 @@ def _reordered(x: Tensor, along: Along) -> Tensor:
     return torch.cat((y[1], y[0]), along.dim) if by[0] > by[1] else _join(y, along.dim)
 
 
-PRIMITIVES: dict[str, Callable[[Tensor, Along], Tensor]] = {
+LOCAL: dict[str, Callable[[Tensor, Along], Tensor]] = {
     "identity": _identity,
     "first": _first,
     "chunk": _chunk,
     "pad": _pad,
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
 }
-"""What a side of a conversion does to a tensor, by the name that the table gives it."""
+"""The primitives that send nothing, by the name that the table gives them."""
+
+SENT: dict[str, Callable[[Tensor, Along], Tensor]] = {
+    "all_reduce": _send_all_reduce,
+    "all_gather": _send_all_gather,
+    "reduce_scatter": _send_reduce_scatter,
+    "all_to_all": _send_all_to_all,
+}
+"""How the others begin: from a tensor to what a collective brings, which must be waited for."""
+
+RECEIVED: dict[str, Callable[[Tensor, torch.dtype, Along], Tensor]] = {
+    "all_reduce": _of_all_reduce,
+    "all_gather": _of_all_gather,
+    "reduce_scatter": _of_reduce_scatter,
+    "all_to_all": _of_all_to_all,
+}
+"""And how they end: from what it has brought to the result, in the dtype that the tensor had."""
 
 
 def _step(size: int | None, ranks: int) -> int | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ndcompile.runtime import private
 from ndcompile.runtime.leaves import named_leaves
 
 
@@ -54,6 +55,8 @@ class Manifest:
 
     With `pads`, the number that an input is lengthened with, a sequence need not divide: `limits` says how long it may
     become, by which table, and `ends` which dims of each result are cut back: the dim, its symbol, what is added.
+
+    With `halves`, blocks compute two halves of a rank's batch, which must be even.
     """
 
     mesh: str
@@ -74,6 +77,7 @@ class Manifest:
     autocast_text: str | None = None
     training: bool = True
     random: bool = False
+    halves: bool = False
     pads: dict[str, float] = field(default_factory=dict)
     limits: dict[str, list[Any]] = field(default_factory=dict)
     ends: list[list[list[Any]]] = field(default_factory=list)
@@ -158,6 +162,12 @@ class Manifest:
                         f"input '{plan.name}' has size {size} at dim {dim}, where '{other}' has {before}\n"
                         f"  why  the program was compiled for one size '{wanted}' of both\n"
                         f"  try  example inputs of different sizes, or dynamic_dims={{'{plan.name}': {{{dim}: '…'}}}}"
+                    )
+                if wanted == "b" and self.halves and (own := private.local(tensor).shape[dim]) % 2:
+                    raise ValueError(
+                        f"input '{plan.name}' has {own} samples on a rank, which are not two halves\n"
+                        f"  why  the program was compiled with halves=True\n"
+                        f"  try  {own + 1} samples a rank{f', or {own - 1}' if own > 1 else ''}"
                     )
                 for axis, ranks in self.multiples.get(str(wanted), {}).items():
                     if size % ranks and plan.name not in self.pads:

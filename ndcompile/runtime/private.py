@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import (
     Optimizer,
@@ -351,7 +351,36 @@ COLLECTIVES = {
 }
 """The op that starts each kind of collective."""
 
+STARTS = frozenset(COLLECTIVES.values())
+"""The same ops, as a set."""
+
 GROUPED_MM = _aten._grouped_mm.default
+
+
+def in_this_order(graph: fx.Graph, after: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+    """Let inductor schedule each node after others, of which it need not take anything."""
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    preserve_node_ordering(graph, {node: OrderedSet(others) for node, others in after.items()})
+
+
+def inductor_options(mode: str | None, run: Callable[[fx.Graph], None], file: str) -> dict[str, Any]:
+    """Inductor's options of a mode, with `run` as its last pass over a graph, after which nothing is put in another
+    order to save memory. What inductor keeps depends on the text of `file`.
+    """
+    from torch._inductor import list_mode_options
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            run(graph)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((file,))
+
+    own = {"post_grad_custom_post_pass": Pass(), "reorder_for_peak_memory": False}
+    return {**(list_mode_options(mode) if mode else {}), **own}
 
 
 def modes_are_on() -> bool:

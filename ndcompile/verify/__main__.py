@@ -1,6 +1,6 @@
 """Test a program on real ranks.
 
-    torchrun --nproc-per-node 2 -m ndcompile.verify MODEL --mesh "tp=2" [--precision bf16] [--compile] [--json FILE]
+    torchrun --nproc-per-node 2 -m ndcompile.verify MODEL --mesh "tp=2" [--precision bf16] [--compile] [--halves]
 
 MODEL is module:function, which returns (model, example inputs), the inputs being the global batch; or the config.json
 of a transformers model. NCCL where each rank has a GPU, else gloo. A process ends with 0 if all is equal, 1 on any
@@ -71,7 +71,7 @@ def _run(asked: argparse.Namespace, store: Any, rank: int, world_size: int) -> R
     model, batch = load_with_values(asked.model, samples=2 * spec.size(*data_axes(spec)))
     return verify_on_ranks(
         model, asked.mesh, batch, precision=asked.precision, steps=asked.steps, modes=_modes(asked),
-        delays=asked.delays, backend=asked.backend,
+        delays=asked.delays, backend=asked.backend, halves=asked.halves,
     )  # fmt: skip
 
 
@@ -129,6 +129,7 @@ def _arguments() -> argparse.Namespace:
     modes.add_argument("--eager", action="store_true", help="eager only; without either: both on GPUs, eager on CPUs")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--delays", type=int, default=2, help="runs with random delays around collectives")
+    parser.add_argument("--halves", action="store_true", help="blocks compute two halves of a batch in turn")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a rank waits for another")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also append the report to FILE, as one line")
     asked = parser.parse_args()

@@ -181,10 +181,27 @@ def _rows(
 
 def _values(segment: Segment, here: Sequence[Call], is_tensor: Callable[[fx.Node], bool]) -> Iterator[Row]:
     tensors = [node for node in segment.nodes if is_tensor(node) and not _several(node)]
-    if any(len(call.values) != len(tensors) for call in here):
+    if any(len(half.values) != len(tensors) for call in here for half in (call, call.second) if half):
         raise OtherLines(f"the text of {here[0].function} has other statements than the program: no place can be named")
-    for node, values in zip(tensors, zip(*(call.values for call in here), strict=True), strict=True):
-        yield node, node.meta.get("layout"), list(values)
+    for i, node in enumerate(tensors):
+        yield node, node.meta.get("layout"), [_of_batch(call, i, node) for call in here]
+
+
+def _of_batch(call: Call, i: int, node: fx.Node) -> Value:
+    """A value of a call; of one in halves, both put together, as the graph says that it is cut."""
+    value = call.values[i]
+    if call.second is None:
+        return value
+    other, cut = call.second.values[i], node.meta["cut"]
+    if cut is not None:
+        joined = Value(value.line, value.name, torch.cat((value.value, other.value), cut))
+        if value.cotangent is not None and other.cotangent is not None:
+            joined.cotangent = torch.cat((value.cotangent, other.cotangent), cut)
+        return joined
+    flows = [v.cotangent for v in (value, other) if v.cotangent is not None]
+    once = node.meta.get("sent") == "once"  # then both are one tensor, and have its whole cotangent
+    added = flows[0] if once or len(flows) == 1 else flows[0] + flows[1] if flows else None
+    return Value(value.line, value.name, value.value, added)
 
 
 def _several(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ndcompile.mesh import KINDS, MeshSpec
-from ndcompile.placement import BY_NAME, REDUCING
+from ndcompile.placement import BY_NAME, COLLECTIVES, REDUCING
 from ndcompile.verify.reorder import BUCKET, EVERYWHERE, HERE, Reordered, reordered
 from ndcompile.verify.sites import Site
 
@@ -157,6 +157,8 @@ def _even(site: Site) -> list[str]:
 
 
 def _unwaited(site: Site) -> list[str]:
+    if site.how == "start" and site.row in COLLECTIVES:
+        return [f"wrong.unwaited_half({site.name}, {site.arguments()})"]
     return [f"wrong.unwaited({site.first}, {site.axis})"] if site.name.startswith("all_reduce") else []
 
 
@@ -268,6 +270,7 @@ REPLACED: dict[str, tuple[tuple[str, str], ...]] = {
     "a mask that is not causal": ((", 0.0, True", ", 0.0, False"), ("causal=True", "causal=False")),
     "two chunks as one part": ((", balanced=True", ""), (", balanced_target=True", "")),
     "backward recomputes from other values": (("@recomputed", "@wrong.recomputed"),),
+    "one half of a batch used twice": (("@in_halves", "@wrong.first_half_twice"),),
 }
 """Operators on what is no call: pieces of text, each occurrence a site."""
 
@@ -281,10 +284,9 @@ def mutants(source: str, mesh: MeshSpec) -> Iterator[Mutant]:
     lines, tree = source.splitlines(keepends=True), ast.parse(source)
     yield from (_in_order(lines, change) for change in reordered(tree))
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        name = call.func.id if isinstance(call.func, ast.Name) else ""
-        if not name or call.lineno != call.end_lineno or (name in BY_NAME and len(call.args) < 2):
+        site = Site.of(call, mesh)
+        if site is None:
             continue
-        site = Site(call, name, mesh)
         for title, operator in OPERATORS.items():
             for text in dict.fromkeys(operator(site)):
                 if text != site.text:

@@ -48,9 +48,18 @@ class Job:
     inputs: Inputs
     precision: str
     recipe: Recipe
+    halves: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module, example_inputs: object, precision: str, steps: int, device: torch.device) -> Job:
+    def of(
+        cls,
+        model: nn.Module,
+        example_inputs: object,
+        precision: str,
+        steps: int,
+        device: torch.device,
+        halves: bool = False,
+    ) -> Job:
         """The model in float32 (in float64 for that precision), since low precision keeps its parameters so."""
         if precision not in PRECISIONS:
             raise CompileError(f"precision {precision!r} is unknown", tries=" or ".join(PRECISIONS))
@@ -61,8 +70,8 @@ class Job:
         inputs = training.moved(Inputs.of(example_inputs), lambda x: x.to(device))
         recipe = Recipe(steps=steps, eps=EPS[precision])
         if precision == "float64":
-            return cls(model.to(device).double(), training.in_double(inputs), precision, recipe)
-        return cls(model.to(device).float(), inputs, precision, recipe)
+            return cls(model.to(device).double(), training.in_double(inputs), precision, recipe, halves)
+        return cls(model.to(device).float(), inputs, precision, recipe, halves)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,7 +81,7 @@ class Job:
         low = Precision(compute=self.dtype, reduce=torch.float32) if self.precision == "bf16" else None
         example = self.inputs.kwargs or self.inputs.args
         return compile(self.model, mesh, example, precision=low, float64=self.precision == "float64",
-                       world_size=dist.get_world_size())  # fmt: skip
+                       halves=self.halves, world_size=dist.get_world_size())  # fmt: skip
 
 
 @dataclass
@@ -263,15 +272,16 @@ def verify_on_ranks(
     modes: Sequence[str] = ("eager",),
     delays: int = 2,
     backend: str = "inductor",
+    halves: bool = False,
 ) -> Report:
     """Compile a model and test it on the process group's real ranks; called by every rank alike, under torchrun.
 
     `example_inputs` is the global batch, equal on every rank, as are the model's values. `precision` is bf16 (computes
     in bfloat16, reduces in float32), float32 or float64; `modes` of eager and compiled, the latter by `backend`;
-    `delays` the number of runs with random delays. The report is the same on every rank.
+    `delays` the number of runs with random delays; `halves` is `parallelize`'s. The report is the same on every rank.
     """
     bind.join_world()
-    job = Job.of(model, example_inputs, precision, steps, bind.own_device())
+    job = Job.of(model, example_inputs, precision, steps, bind.own_device(), halves)
     program = together(lambda: job.compiled(mesh))
     ranks = OnRanks(job, program)
     right = References.of(job, program)

@@ -55,11 +55,18 @@ def _in_function(function: ast.FunctionDef) -> Iterator[Reordered]:
 def _communicates(statement: ast.stmt) -> bool:
     """Whether it sends something, forward or backward."""
     calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
-    names = {n.func.id: {k.arg for k in n.keywords} for n in calls if isinstance(n.func, ast.Name)}
+    names = {_called(n): {k.arg for k in n.keywords} for n in calls}
     rows = [BY_NAME[name] for name in names if name in BY_NAME]
     inside = "axis" in names.get("cross_entropy", ())
     sends = inside or any({row.forward, row.backward} & COLLECTIVES for row in rows)
     return sends and isinstance(statement, ast.Assign)
+
+
+def _called(call: ast.Call) -> str:
+    """The function's name, or that of the conversion that a half starts."""
+    of_half = isinstance(call.func, ast.Name) and call.func.id in ("start", "once")
+    named = call.args[0] if of_half else call.func
+    return named.id if isinstance(named, ast.Name) else ""
 
 
 def _later(block: Sequence[ast.stmt]) -> list[ast.stmt] | None:

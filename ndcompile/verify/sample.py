@@ -103,7 +103,8 @@ def symbol_sizes(program: Program) -> dict[str, int]:
     """A size for each symbol: `_samples` for each data rank, and a sequence that all axes divide."""
     from ndcompile.verify.execute import data_ranks
 
-    found = {"b": _samples(program.mesh) * data_ranks(program.mesh)}
+    halves = 2 if program.manifest.halves else 1
+    found = {"b": _samples(program.mesh) * data_ranks(program.mesh) * halves}
     symbols = {d for plan in program.manifest.input_plans for d in plan.dims if isinstance(d, str)} - {"b"}
     for number, symbol in enumerate(sorted(symbols)):
         unit = math.lcm(*program.manifest.multiples.get(symbol, {}).values(), 1)

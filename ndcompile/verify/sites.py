@@ -16,6 +16,8 @@ class Site:
     call: ast.Call
     name: str
     mesh: MeshSpec
+    how: str = ""
+    """`start` or `once`, where the call is of a block in halves: a wrong call in its place is done at once."""
 
     def arguments(self, skip: int = 0, /, **changed: str | None) -> str:
         """The arguments as written from the `skip`th on, with some keywords changed (None: left out)."""
@@ -59,6 +61,17 @@ class Site:
     def row(self) -> str:
         """The primitive that the forward of a conversion is."""
         return BY_NAME[self.name].forward if self.name in BY_NAME else ""
+
+    @classmethod
+    def of(cls, call: ast.Call, mesh: MeshSpec) -> Site | None:
+        """The site of a call on one line; none where it has no name, or is a conversion without its ranks."""
+        name, how = call.func.id if isinstance(call.func, ast.Name) else "", ""
+        if name in ("start", "once") and isinstance(call.args[0], ast.Name):
+            name, how = call.args[0].id, name
+            call = ast.copy_location(ast.Call(call.args[0], call.args[1:], call.keywords), call)
+        if not name or call.lineno != call.end_lineno or (name in BY_NAME and len(call.args) < 2):
+            return None
+        return cls(call, name, mesh, how)
 
     def others(self) -> list[str]:
         """Other axes of the mesh, of the same size."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,9 @@ class Call:
     function: str
     weights: list[Value] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
+    half: bool = False
+    """Whether it is of one half of a batch; then the other is `second`."""
+    second: Call | None = None
 
 
 MEASURES = ("b", "s")
@@ -80,6 +84,7 @@ def traced(source: str) -> Iterator[list[Call]]:
     tree, lines = ast.parse(source), statements(source)
     starts = {line for f in pure_functions(tree) for line in (f.lineno, f.decorator_list[0].lineno)}
     whole = root_forward(tree).lineno
+    halves: dict[FrameType, Any] = {}
     calls: list[Call] = []
 
     def enter(frame: FrameType, event: str, argument: Any) -> Any:
@@ -88,8 +93,12 @@ def traced(source: str) -> Iterator[list[Call]]:
             return None
         if private.in_backward():
             return None  # a recomputation
-        call = Call(code.co_name)
-        if code.co_firstlineno != whole:
+        if frame in halves:
+            return halves[frame]  # a half goes on
+        call = Call(code.co_name, half=bool(code.co_flags & inspect.CO_GENERATOR))
+        if call.half and calls and calls[-1].half and calls[-1].second is None:
+            calls[-1].second = call
+        elif code.co_firstlineno != whole:
             calls.append(call)
         if "w" in code.co_varnames[:1]:
             weights = frame.f_locals["w"]
@@ -97,6 +106,8 @@ def traced(source: str) -> Iterator[list[Call]]:
         last = [0]
 
         def step(frame: FrameType, event: str, argument: Any) -> Any:
+            if event == "return" and call.half:
+                return step  # a turn ends, and what it yields is not assigned yet
             if event in ("line", "return") and last[0] in lines:
                 value = frame.f_locals.get(lines[last[0]])
                 if isinstance(value, Tensor):
@@ -106,6 +117,8 @@ def traced(source: str) -> Iterator[list[Call]]:
             last[0] = frame.f_lineno if event == "line" else 0
             return step
 
+        if call.half:
+            halves[frame] = step
         return step
 
     before = sys.gettrace()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ndcompile import runtime
 from ndcompile.runtime import Ranks, private, shard
+from ndcompile.runtime.halves import Started
 
 
 def next_rank(axis: Ranks) -> Ranks:
@@ -56,6 +58,30 @@ def late(x: Tensor, axis: Ranks) -> Tensor:
         return read
 
     return _Changed.apply(x, forward, lambda g: g)
+
+
+def unwaited_half(conversion: Callable[..., Tensor], x: Tensor, axis: Ranks, **options: Any) -> Any:
+    """What one half started and read before it had come."""
+    begun = runtime.start(conversion, x, axis, **options)
+    return replace(begun, raw=begun.raw.clone()) if isinstance(begun, Started) else begun
+
+
+def first_half_twice(results: tuple[int | None, ...], /, **cut: int) -> Callable[..., Any]:
+    """A block that computes the first half of its batch twice."""
+
+    def decorated(steps: Callable[..., Any]) -> Callable[..., Any]:
+        dims = [cut.get(name) for name in inspect.signature(steps).parameters]
+        compute = runtime.in_halves(results, **cut)(steps)
+
+        def wrong(*values: Any) -> Any:
+            twice = [
+                v if d is None else torch.cat([v.chunk(2, d)[0]] * 2, d) for v, d in zip(values, dims, strict=True)
+            ]
+            return compute(*twice)
+
+        return wrong
+
+    return decorated
 
 
 def other_order(weights: dict[str, Any], here: bool) -> dict[str, Any]:

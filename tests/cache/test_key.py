@@ -190,7 +190,7 @@ def asked(model: nn.Module, mesh: str = "tp=2", example: object = X, pins: Any =
     spec = MeshSpec.parse(mesh)
     plain: dict[str, Any] = dict(
         precision=Precision(), local_outputs=False, float64=False, dynamic_dims=None, cp_attention=None,
-        pad_inputs=False, remat=None, reshard=True,
+        pad_inputs=False, halves=False, remat=None, reshard=True,
     )  # fmt: skip
     return Request(model, spec, Inputs.of(example), read_pins(pins, spec), Asked(**plain | options))
 
@@ -267,6 +267,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "float64": ("options", dict(float64=True)),
     "the way of attention": ("options", dict(cp_attention="ring")),
     "pads": ("options", dict(pad_inputs=True)),
+    "halves": ("options", dict(halves=True)),
     "what is recomputed": ("options", dict(remat="block")),
     "what is recomputed, by block": ("options", dict(remat={"up": ("linear",)})),
     "which weights stay": ("options", dict(reshard=False)),

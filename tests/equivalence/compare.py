@@ -43,12 +43,14 @@ class Case:
     """Sequences of this length, which the mesh need not divide."""
     remat: str | tuple[str, ...] | None = None
     reshard: bool = True
+    halves: bool = False
 
     def __str__(self) -> str:
         how = [
             "" if self.length is None else f", {self.length} tokens",
             "" if self.remat is None else f", remat={self.remat}",
             "" if self.reshard else ", weights kept",
+            ", in halves" if self.halves else "",
         ]
         return f"{self.model} on {self.mesh}, {'float64' if self.float64 else 'float32'}{''.join(how)}"
 
@@ -105,7 +107,7 @@ def prepare(case: Case, folder: Path) -> Path:
     """Compile the case, and train on one device in float64 (and in the case's dtype); all goes to `folder`."""
     model, batch = make(case)
     options: dict[str, Any] = dict(
-        remat=case.remat, reshard_after_forward=case.reshard, pad_inputs=case.length is not None
+        remat=case.remat, reshard_after_forward=case.reshard, pad_inputs=case.length is not None, halves=case.halves
     )
     nd.compile(model, case.mesh, batch, float64=case.float64, **options).save(folder / "program.py")
     torch.save(on_one_device(case.model, case.float64, case.length), folder / "steps.pt")

@@ -97,6 +97,17 @@ def test_symmetric_memory_has_what_peers_need() -> None:
         assert places == sorted(places), f"{name} takes {arguments} in this order"
 
 
+def test_inductor_takes_an_order_and_a_last_pass() -> None:
+    """That generated code keeps the order is in `test_halves`; here are the names that it stands on."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    own = private.inductor_options("max-autotune", lambda graph: None, __file__)
+    assert own.keys() <= config.get_config_copy().keys() and own["max_autotune"] is True
+    assert isinstance(own["post_grad_custom_post_pass"], CustomGraphPass) and config.reorder_for_peak_memory is True
+    assert own["post_grad_custom_post_pass"].uuid() == own["post_grad_custom_post_pass"].uuid() != b""
+
+
 AT_EXIT = """
 import atexit, os, socket
 import torch, torch.distributed as dist

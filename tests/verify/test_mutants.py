@@ -24,7 +24,7 @@ from tests.equivalence.compare import Case, make
 ALL = {
     "mlp": "dp_shard=2, tp=2", "fused attention": "tp=3", "shared block": "tp=2",
     "gpt with dropout": "dp_replicate=2, dp_shard=2, tp=2", "llama": "dp_shard=2, cp=2",
-    "windows, causal": "cp=2",
+    "windows, causal": "cp=2", "gpt": "tp=2",
 }  # fmt: skip
 
 
@@ -32,11 +32,16 @@ RECOMPUTED: dict[str, tuple[str, ...]] = {"gpt with dropout": ("linear",)}
 """What is saved of the blocks of these models, of which backward recomputes the rest."""
 
 
+HALVED = ("gpt",)
+"""Models of which blocks compute two halves of their batch in turn."""
+
+
 @cache
 def judge(model: str, mesh: str) -> Judge:
     torch.set_num_threads(1)
     made, batch = make(Case(model, mesh))
-    return Judge(nd.compile(made, mesh, batch, float64=True, remat=RECOMPUTED.get(model)), made)
+    remat, halves = RECOMPUTED.get(model), model in HALVED
+    return Judge(nd.compile(made, mesh, batch, float64=True, remat=remat, halves=halves), made)
 
 
 def all_mutants(model: str, mesh: str) -> list[Mutant]:
@@ -70,6 +75,14 @@ def test_bugs_in_what_backward_recomputes_are_seen() -> None:
     found = score(judge("gpt with dropout", "dp_shard=2, tp=2"), [*wrong, *planted[7::40]])
     assert found.score == 1.0, [str(m) for m, verdict in found.unseen if verdict == "alive"]
     assert len(wrong) == 1 and not [m for m, _ in found.unseen if m in wrong]
+
+
+def test_bugs_in_halves_are_seen() -> None:
+    planted = all_mutants("gpt", "tp=2")
+    own = [m for m in planted if m.operator == "one half of a batch used twice" or "unwaited_half" in m.after]
+    found = score(judge("gpt", "tp=2"), [*own, *planted[5::30]])
+    assert found.score == 1.0, [str(m) for m, verdict in found.unseen if verdict == "alive"]
+    assert len(own) > 3 and not [str(m) for m, _ in found.unseen if m in own]
 
 
 @pytest.mark.parametrize("model, mesh", [*list(ALL.items())[:3], ("gated", "dp_replicate=2, dp_shard=2")])

@@ -46,12 +46,14 @@ def patched(where: Any, name: str, value: Any) -> Iterator[None]:
             setattr(where, name, before)
 
 
-gather, reduce, scatter = (collectives.PRIMITIVES[n] for n in ("all_gather", "all_reduce", "reduce_scatter"))
+gathered = collectives.RECEIVED["all_gather"]
+reduce, scatter = (collectives.SENT[n] for n in ("all_reduce", "reduce_scatter"))
 
 
-def turned(x: Tensor, along: Any) -> Tensor:
+def turned(y: Tensor, dtype: torch.dtype, along: Any) -> Tensor:
     """A gather in another order of ranks."""
-    return gather(x, along).roll(x.shape[along.dim], along.dim)
+    whole = gathered(y, dtype, along)
+    return whole.roll(whole.shape[along.dim] // along.ranks, along.dim)
 
 
 def turned_weights(got: Tensor, part: Any, axis: Any) -> Tensor:
@@ -62,12 +64,13 @@ whole_of_gathered = parts.whole_of_gathered
 
 
 def unwaited(x: Tensor, along: Any) -> Tensor:
-    return private.start_all_reduce(x.contiguous(), along.op, along.group).view_as(x)
+    """Read before it has come: what is waited for later is a copy."""
+    return private.start_all_reduce(x.contiguous(), along.op, along.group).clone()
 
 
-def in_half(primitive: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def in_half(sent: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Cast down before a reduction."""
-    return lambda x, along: primitive(x.bfloat16(), along).to(x.dtype)
+    return lambda x, along: sent(x.bfloat16(), along)
 
 
 def on_two_ranks() -> dict[str, list[tuple[str, bool | None, str]]]:
@@ -79,13 +82,13 @@ def on_two_ranks() -> dict[str, list[tuple[str, bool | None, str]]]:
     program = job.compiled("tp=2")
     here, right = OnRanks(job, program), References.of(job, program)
     found["right"] = [here.payloads(), here.in_the_field(), *claims_of(here, right, "eager", 1)]
-    with patched(collectives.PRIMITIVES, "all_gather", turned):
+    with patched(collectives.RECEIVED, "all_gather", turned):
         found["another order"] = [here.payloads(), here.in_the_field(), here.trained(right, "eager")]
-    with patched(collectives.PRIMITIVES, "all_reduce", unwaited):
+    with patched(collectives.SENT, "all_reduce", unwaited):
         found["no wait"] = [here.delays(right, 6, "eager")]  # by luck one run is right
     with (
-        patched(collectives.PRIMITIVES, "all_reduce", in_half(reduce)),
-        patched(collectives.PRIMITIVES, "reduce_scatter", in_half(scatter)),
+        patched(collectives.SENT, "all_reduce", in_half(reduce)),
+        patched(collectives.SENT, "reduce_scatter", in_half(scatter)),
     ):
         found["cast down"] = [here.trained(right, "eager")]
     line = 'mlp_norm_bias=weight("mlp_norm.bias", reduce=("tp",))'
