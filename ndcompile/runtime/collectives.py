@@ -90,8 +90,12 @@ def all_to_all(
     )  # fmt: skip
 
 
+@torch.compiler.disable
 def in_order(x: Tensor, axis: Ranks, dim: int) -> Tensor:
-    """S(dim), head–tail → S(dim), in one part each: a rank's two chunks go where they stand in order, and back."""
+    """S(dim), head–tail → S(dim), in one part each: a rank's two chunks go where they stand in order, and back.
+
+    It stands at results, outside of what is compiled.
+    """
     return _convert("in_order", x, axis, dim, target=dim, balanced=True)
 
 
