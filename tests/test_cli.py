@@ -73,6 +73,8 @@ def test_inspect_tells_memory_for_each_choice(ndcompile: Callable[..., Result]):
         (("inspect", "my_models:mlp", "--mesh", "tpp=2"), "unknown axis 'tpp'"),
         (("inspect", "my_models:mlp", "--mesh", "tp=2", "--at", "b=x"), "'b' has no size"),
         (("inspect", "my_models:mlp", "--mesh", "tp=2", "--at", "q=2"), "no input of the model has a size 'q'"),
+        (("inspect", "my_models:mlp", "--mesh", "tp=2", "--halves"), "halves=True, and the model has no blocks"),
+        (("verify", "my_models:mlp", "--mesh", "dp_shard=2", "--halves"), "which has no axis 'tp'"),
         (("inspect", "my_models:none", "--mesh", "tp=2"), "cannot find 'my_models:none'"),
         (("inspect", "my_models:nothing", "--mesh", "tp=2"), "my_models:nothing returned int"),
         (("inspect", "my_models", "--mesh", "tp=2"), "cannot read a model from 'my_models'"),
