@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def prepare(name: str, ranks: int, folder: Path) -> None:
 def far(folder: Path, ranks: int) -> dict[str, float]:
     """On a rank: how far results and gradients are from one device's, by model and by what is read."""
     torch.set_num_threads(1)
-    distances = {}
+    distances: dict[str, float] = {}
     for name, make in MODELS.items():
         model = nd.load(folder / f"{name}.py", make().double())
         for reads, right in torch.load(folder / f"{name}.pt").items():
@@ -103,13 +104,14 @@ def sent_in_backward(folder: Path) -> dict[str, dict[str, int]]:
         for reads in (*READS, *READS):  # the first time compiles
             here = counts[f"{way}, {reads}"] = {"exchanges": 0, "zeros": 0}
             total = read(model(**BATCH), reads, torch.distributed.get_rank(), 2)
-            with private.dispatched(lambda op, args, kwargs, here=here: counted(here, op, op(*args, **kwargs))):
+            with private.dispatched(partial(counted, here)):
                 total.backward()
             model.zero_grad()
     return counts
 
 
-def counted(here: dict[str, int], op: Any, made: Any) -> Any:
+def counted(here: dict[str, int], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    made = op(*args, **kwargs)
     here["exchanges"] += base_name(op) == "all_to_all_single"
     here["zeros"] += "zeros" in base_name(op) and made.numel() >= WEIGHTS.numel() // 2
     return made
