@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,17 +104,14 @@ def sent_in_backward(folder: Path) -> dict[str, dict[str, int]]:
         for reads in (*READS, *READS):  # the first time compiles
             here = counts[f"{way}, {reads}"] = {"exchanges": 0, "zeros": 0}
             total = read(model(**BATCH), reads, torch.distributed.get_rank(), 2)
-            with counting(here):
+            with private.dispatched(partial(counted, here)):
                 total.backward()
             model.zero_grad()
     return counts
 
 
-def counting(here: dict[str, int]) -> AbstractContextManager[None]:
-    return private.dispatched(lambda op, args, kwargs: counted(here, op, op(*args, **kwargs)))
-
-
-def counted(here: dict[str, int], op: Any, made: Any) -> Any:
+def counted(here: dict[str, int], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    made = op(*args, **kwargs)
     here["exchanges"] += base_name(op) == "all_to_all_single"
     here["zeros"] += "zeros" in base_name(op) and made.numel() >= WEIGHTS.numel() // 2
     return made
