@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -272,26 +271,15 @@ def storage_id(x: Tensor) -> int | None:
 
 @contextmanager
 def dispatched(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Let `run(op, args, kwargs)` do every ATen op of this thread, forward and backward, below autograd.
-
-    Ops that torch defines by others come as these also where autograd, which takes them apart, was left out.
-    """
+    """Let `run(op, args, kwargs)` do every ATen op of this thread, forward and backward, below autograd."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if _made_of_others(func):
-                with self:
-                    return func.decompose(*args, **(kwargs or {}))
             return run(func, args, kwargs or {})
 
     with Mode():
         yield
-
-
-@cache
-def _made_of_others(op: Any) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
 
 
 @contextmanager

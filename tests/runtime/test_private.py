@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -97,21 +95,6 @@ def test_symmetric_memory_has_what_peers_need() -> None:
         told = str(getattr(handle, name).__doc__)
         places = [told.index(f"{argument}:") for argument in arguments]
         assert places == sorted(places), f"{name} takes {arguments} in this order"
-
-
-@pytest.mark.parametrize("left_out", [False, True])
-def test_who_does_ops_gets_no_op_that_is_made_of_others(left_out: bool) -> None:
-    """`unflatten` is a view of a certain shape, also where autograd, which says so, is left out."""
-    seen: list[str] = []
-
-    def note(op: Any, args: Any, kwargs: Any) -> Any:
-        seen.append(op.name())
-        return op(*args, **kwargs)
-
-    with private.dispatched(note), private.below_autograd() if left_out else nullcontext():
-        y = torch.arange(6).unflatten(0, (2, 3))
-    assert y.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert "aten::view" in seen and "aten::unflatten.int" not in seen
 
 
 def test_inductor_takes_an_order_and_a_last_pass() -> None:
