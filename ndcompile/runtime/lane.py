@@ -9,8 +9,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ndcompile.runtime import private
-
 KEPT = 2
 """How many uses may be on their way before the computing stream waits for the oldest, whose memory is then free."""
 
@@ -19,7 +17,6 @@ class Lane:
     """On a GPU a stream of high priority; on CPU its work is done at once.
 
     Work on it begins after all that the computing stream was given before, so what was freed there may be used here.
-    None of it is differentiated: ops on the lane go past autograd, which takes longer than many of them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,12 +28,11 @@ class Lane:
     def __call__(self, *lent: Tensor) -> Iterator[None]:
         """Do on the lane what stands inside. `lent` tensors of the computing stream are kept until it has waited."""
         if self._stream is None:
-            with private.below_autograd():
-                yield
+            yield
             return
         computing = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(computing)
-        with torch.cuda.stream(self._stream), private.below_autograd():
+        with torch.cuda.stream(self._stream):
             yield
         if lent:
             self._lent.append((self._stream.record_event(), lent))

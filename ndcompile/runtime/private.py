@@ -46,27 +46,31 @@ def start_reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
 
 def start_all_gather_each(xs: Sequence[Tensor], ranks: int, group: str) -> list[Tensor]:
     """`start_all_gather` of each of several tensors, as one collective."""
-    return _ops.all_gather_into_tensor_coalesced.default(list(xs), ranks, group)
+    with _below_autograd():
+        return _ops.all_gather_into_tensor_coalesced.default(list(xs), ranks, group)
 
 
 def start_reduce_scatter_each(xs: Sequence[Tensor], ranks: int, group: str) -> list[Tensor]:
     """`start_reduce_scatter` of each of several tensors, as one collective."""
-    return _ops.reduce_scatter_tensor_coalesced.default(list(xs), "sum", ranks, group)
+    with _below_autograd():
+        return _ops.reduce_scatter_tensor_coalesced.default(list(xs), "sum", ranks, group)
 
 
 def wait_each(xs: Sequence[Tensor]) -> list[Tensor]:
     """`wait` for each of several tensors."""
-    return [wait(x) for x in xs]
+    with _below_autograd():
+        return [wait(x) for x in xs]
 
 
-def below_autograd() -> AbstractContextManager[None]:
-    """Inside, ops are called without autograd, which torch 2.13 does in Python for each collective."""
+def _below_autograd() -> AbstractContextManager[None]:
+    """For collectives that nothing differentiates or traces: torch 2.13 does autograd in Python for each of them."""
     return torch._C._AutoDispatchBelowAutograd()
 
 
 def all_reduce_in_place(x: Tensor, group: str) -> Tensor:
     """The sum of `x` over a group, in its own memory."""
-    return wait(_ops.all_reduce_.default(x, "sum", group))
+    with _below_autograd():
+        return wait(_ops.all_reduce_.default(x, "sum", group))
 
 
 def copy_each(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
