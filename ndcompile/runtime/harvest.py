@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -34,10 +34,10 @@ class Harvest:
         wanted = torch.is_grad_enabled() and any(p.requires_grad for p in self._parameters)
         return _HandOver.apply(self, *self._parameters) if wanted else None
 
-    def bring(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add gradients, as local tensors. It is called on the lane, where they may still be on their way."""
+    def bring(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Add gradients, as local tensors, to parameters. Called on the lane, where they may still be on their way."""
         self._forget_others()
-        for name, gradient in gradients.items():
+        for name, gradient in gradients:
             self._brought[name] = self._brought[name] + gradient if name in self._brought else gradient
 
     def taken(self) -> list[Tensor | None]:

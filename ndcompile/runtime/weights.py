@@ -152,9 +152,9 @@ class Bucket:
             self.defer(deferred)
 
     def _bring(self, harvest: Harvest, found: Mapping[int, Tensor]) -> None:
-        """On the lane: the gradients in the dtypes of their parameters."""
+        """On the lane: the gradients in the dtypes of their parameters, of which two may be of one."""
         names = self._names
-        harvest.bring({names[i]: private.cast(x, self.parameters[names[i]].dtype) for i, x in found.items()})
+        harvest.bring((names[i], private.cast(x, self.parameters[names[i]].dtype)) for i, x in found.items())
 
 
 class _Saved(NamedTuple):

@@ -9,7 +9,7 @@ model itself, with `compile` of each block. Each has a process of its own. Times
 least of `--steps`, those of a block with its share of what stands outside of blocks. On a machine with other work they
 are some tenths too long; `calls` are the calls of Python functions in a forward and backward a block, and exact.
 
-`graphs` is how many regions are compiled, 3 for a model of equal blocks: one for the block, one on each side of it;
+`graphs` is how many regions are compiled, 4 for this model: its block, what is before, the logits, the loss;
 `breaks` is how often a region had to be cut.
 """
 
