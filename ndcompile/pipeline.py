@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,6 +86,16 @@ def _propagate(job: Job) -> None:
     job.problems = propagate_layouts(job.graph, job.mesh, job.pins, job.local_outputs, job.all_pins_match)
 
 
+def _by_rules(check: Callable[..., None]) -> Check:
+    """A check that asks the rules what an op may take."""
+
+    @wraps(check)
+    def asked(graph: fx.GraphModule, mesh: MeshSpec) -> None:
+        check(graph, mesh, signature)
+
+    return asked
+
+
 def _pad_inputs(job: Job) -> None:
     if job.pad_inputs:
         pad_inputs(job.graph, frozenset(multiples(job.graph, job.mesh)))
@@ -147,11 +158,11 @@ PIPELINE: tuple[Step, ...] = (
             checks.reduced_exactly_once,
             checks.same_collectives_on_every_rank,
             checks.waited_before_use,
-            lambda graph, mesh: checks.ops_are_legal(graph, mesh, signature),
+            _by_rules(checks.ops_are_legal),
         ),
     ),
     Step("choose_attention", lambda job: choose_attention(job.graph, job.mesh, job.cp_attention)),
-    Step("cut_in_halves", _cut_in_halves, (lambda graph, mesh: checks.halves_are_apart(graph, mesh, signature),)),
+    Step("cut_in_halves", _cut_in_halves, (_by_rules(checks.halves_are_apart),)),
     Step("mark_recomputed", lambda job: mark_recomputed(job.graph, job.kept)),
     Step("codegen", _emit),
 )
