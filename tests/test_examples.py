@@ -38,7 +38,7 @@ def masked_tokens(text: str) -> list[dict[str, tuple[float, float]]]:
 
 @pytest.mark.parametrize(
     ("start", "options", "bar"),
-    [((*TORCHRUN, "2"), (), 1e-6), ((), ("--float64",), 1e-10)],
+    [((*TORCHRUN, "2"), (), 1e-6), pytest.param((), ("--float64",), 1e-10, marks=pytest.mark.full)],
     ids=["float32 by torchrun", "float64 by python"],
 )
 def test_masked_tokens(start: tuple[str, ...], options: tuple[str, ...], bar: float) -> None:

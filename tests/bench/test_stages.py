@@ -46,6 +46,7 @@ def stages(depth: int) -> float:
     return min(sum(seconds for name, seconds in times.items() if name != "capture") for times in runs)
 
 
+@pytest.mark.full
 def test_four_times_the_depth_costs_less_than_six_times_the_stages_of_three_blocks() -> None:
     shallow, deep = stages(3), stages(12)
     assert deep < 6 * shallow, f"{shallow:.2f} s for 3 blocks, {deep:.2f} s for 12"

@@ -6,6 +6,7 @@ train on the mesh, and measure how far they are from them.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import ndcompile as nd
+from ndcompile.capture import Captured
 from ndcompile.mesh import MeshSpec
+from tests.equivalence.captures import captured_once
 from tests.equivalence.registry import MODELS
 from tests.equivalence.zoo import Batch
 
@@ -109,10 +112,19 @@ def prepare(case: Case, folder: Path) -> Path:
     options: dict[str, Any] = dict(
         remat=case.remat, reshard_after_forward=case.reshard, pad_inputs=case.length is not None, halves=case.halves
     )
-    nd.compile(model, case.mesh, batch, float64=case.float64, **options).save(folder / "program.py")
+    with _captured_once(case, case.float64):
+        nd.compile(model, case.mesh, batch, float64=case.float64, **options).save(folder / "program.py")
     torch.save(on_one_device(case.model, case.float64, case.length), folder / "steps.pt")
     torch.save(case, folder / "case.pt")
     return folder
+
+
+CAPTURES: dict[Any, Captured] = {}
+"""What this process has captured."""
+
+
+def _captured_once(case: Case, float64: bool) -> AbstractContextManager[None]:
+    return captured_once(CAPTURES, case.model, float64, case.length)
 
 
 @lru_cache(maxsize=4)
@@ -120,7 +132,8 @@ def on_one_device(name: str, float64: bool, length: int | None = None) -> list[l
     """The steps of one device in float64, and in float32 if that is asked for: the same for every mesh."""
     case = Case(name, "", float64, length)
     model, batch = make(replace(case, float64=True))
-    program = nd.compile(model, "", batch, float64=True)
+    with _captured_once(case, True):
+        program = nd.compile(model, "", batch, float64=True)
     steps = [train(program.one_device(model), model, batch, EPS[float64])]
     if not float64:
         model, batch = make(case)

@@ -17,24 +17,19 @@ import re
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 import transformers
-from torch import nn
 
 import ndcompile as nd
-from ndcompile.capture import Captured, capture
-from ndcompile.inputs import Inputs
-from ndcompile.pipeline import copied
 from ndcompile.program import Program
 from ndcompile.runtime.masks import Mask
 from tests import ranks
+from tests.equivalence.captures import captured_once
 from tests.equivalence.compare import Case, Outcome, distances, make, measure, on_one_device, prepare, train
 from tests.equivalence.registry import MODELS, WORLDS, meshes, meshes_of
 
@@ -77,21 +72,6 @@ def measured(name: str, before: Row | None = None) -> Row:
     """One model on all meshes that `before` has no figures of."""
     with captured_once():
         return _measured(name, before)
-
-
-@contextmanager
-def captured_once() -> Iterator[None]:
-    """One capture for all meshes, of which it knows nothing: it is most of a compilation."""
-    held: dict[Any, Captured] = {}
-
-    def copies(model: nn.Module, example: Inputs, **options: Any) -> Captured:
-        key = (type(model), repr(options))
-        if key not in held:
-            held[key] = capture(model, example, **options)
-        return replace(held[key], graph=copied(held[key].graph))
-
-    with patch("ndcompile.compiler.capture", copies):
-        yield
 
 
 def _measured(name: str, row: Row | None) -> Row:

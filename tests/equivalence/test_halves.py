@@ -20,7 +20,7 @@ MORE = [Case(model, "tp=2", halves=True) for model in ("Qwen3", "BERT", "ViT", "
 
 
 @pytest.mark.equivalence
-@pytest.mark.parametrize("world_size", CASES)
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_blocks_in_halves_equal_one_device(world_size: int, tmp_path: Path) -> None:
     check(world_size, CASES[world_size], tmp_path)
 

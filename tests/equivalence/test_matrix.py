@@ -68,17 +68,26 @@ def test_the_cover_is_part_of_the_matrix() -> None:
 
 
 ODD_COVER = {
-    2: [Case(model, mesh) for mesh in meshes(2, WITHOUT_CP) for model in ODD] + [Case(model, "tp=2") for model in DEEP],
+    2: [Case(model, "tp=2") for model in (*ODD, *DEEP)],
     4: [Case("fused attention", "dp_shard=2, tp=2"), Case("pooled", "tp=4"), Case("shared block", "dp_shard=2, tp=2"),
         Case("gated", "dp_replicate=2, tp=2"), Case("towers", "dp_replicate=2, dp_shard=2")],
 }  # fmt: skip
-"""Models with fused matrices, shared blocks, uneven widths, several losses: on each axis, and on products."""
+"""Models with fused matrices, shared blocks, uneven widths, several losses: on `tp`, and on products."""
+
+MORE_ODD = [Case(model, mesh) for mesh in meshes(2, WITHOUT_CP) if mesh != "tp=2" for model in ODD]
+"""And on the other axes alone."""
 
 
 @pytest.mark.equivalence
 @pytest.mark.parametrize("world_size", ODD_COVER)
 def test_odd_models_equal_one_device(world_size: int, tmp_path: Path) -> None:
     check(world_size, ODD_COVER[world_size], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.equivalence
+def test_more_odd_models_equal_one_device(tmp_path: Path) -> None:
+    check(2, MORE_ODD, tmp_path)
 
 
 NETS = {
@@ -97,21 +106,21 @@ def test_convolution_and_recurrent_nets_equal_one_device(world_size: int, tmp_pa
 
 WIDER = {
     4: [Case("gpt", "tp.0=2, tp.1=2"), Case("fused attention", "tp.0=2, tp.1=2")],
-    8: [
-        Case("gpt with dropout", "dp_replicate=2, dp_shard=2, tp=2"),
-        Case("llama", "dp_replicate=2, dp_shard=2, tp=2"),
-        Case("Mixtral, balanced, padded", "dp_replicate=2, dp_shard=2, tp=2"),
-        Case("llama", "tp.0=4, tp.1=2"),
-        Case("gpt", "dp_shard=2, tp.0=2, tp.1=2"),
-    ],
+    8: [Case("gpt with dropout", "dp_replicate=2, dp_shard=2, tp=2"), Case("llama", "tp.0=4, tp.1=2")],
 }
 """Three axes at once, and an axis in two parts: 4 heads of keys and values lie on a part of 4."""
+
+MORE_WIDER = [
+    Case("llama", "dp_replicate=2, dp_shard=2, tp=2"),
+    Case("Mixtral, balanced, padded", "dp_replicate=2, dp_shard=2, tp=2"),
+    Case("gpt", "dp_shard=2, tp.0=2, tp.1=2"),
+]
 
 
 SEQUENCES = {
     2: [Case(model, "cp=2") for model in ("GPT-2", "T5", "Mistral, packed", "windows, both ways")],
     4: [Case("Qwen3", "cp=2, tp=2"), Case("windows, causal", "dp_shard=2, cp=2"), Case("windows, padded", "cp=4"),
-        Case("windows, causal", "cp=2, tp=2"), Case("Mixtral, balanced, padded", "dp_shard=2, cp=2")],
+        Case("Mixtral, balanced, padded", "dp_shard=2, cp=2")],
 }  # fmt: skip
 """A sharded sequence: flat matrices, dense masks and keys of another length, named masks, windows, experts.
 
@@ -144,3 +153,9 @@ def test_lengths_that_do_not_divide_equal_one_device(world_size: int, tmp_path: 
 @pytest.mark.parametrize("world_size", WIDER)
 def test_three_axes_and_sub_axes_equal_one_device(world_size: int, tmp_path: Path) -> None:
     check(world_size, WIDER[world_size], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.equivalence
+def test_more_products_of_eight_ranks_equal_one_device(tmp_path: Path) -> None:
+    check(8, MORE_WIDER, tmp_path)

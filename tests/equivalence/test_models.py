@@ -8,6 +8,7 @@ import pytest
 
 import ndcompile as nd
 from tests.equivalence import models
+from tests.equivalence.captures import captured_once
 from tests.equivalence.compare import BAR, Case, make
 from tests.equivalence.models import Row
 from tests.equivalence.registry import MODELS, meshes_of
@@ -45,7 +46,7 @@ def test_one_capture_serves_all_meshes() -> None:
     """The text of a program is the same with a capture of its own."""
     model, batch = make(Case("llama", ""))
     alone = [str(nd.compile(model, mesh, batch, float64=True)) for mesh in ("tp=2", "dp_shard=2, tp=2")]
-    with models.captured_once():
+    with captured_once():
         assert [str(nd.compile(model, mesh, batch, float64=True)) for mesh in ("tp=2", "dp_shard=2, tp=2")] == alone
 
 

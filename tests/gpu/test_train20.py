@@ -30,6 +30,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     return [result.row() for result in compared(name, TINY, torch.device("cpu"))]
 
 
+@pytest.mark.full
 @pytest.mark.equivalence
 def test_it_runs_on_two_ranks() -> None:
     rows, _ = ranks.run(2, rows_of, "ViT", timeout=180)

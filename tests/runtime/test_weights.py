@@ -363,7 +363,9 @@ def all_cases(spec: str) -> None:
         case(spec)
 
 
-@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_shard=4", "dp_replicate=2, dp_shard=2"])
+@pytest.mark.parametrize(
+    "spec", ["dp_shard=2", pytest.param("dp_shard=4", marks=pytest.mark.full), "dp_replicate=2, dp_shard=2"]
+)
 def test_buckets(spec):
     """All cases above in one world."""
     run(MeshSpec.parse(spec).world_size, all_cases, spec)

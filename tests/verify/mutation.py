@@ -36,8 +36,8 @@ import ndcompile as nd
 from ndcompile.verify.graph_mutants import GraphMutant, graph_mutants
 from ndcompile.verify.mutants import Mutant, mutants
 from ndcompile.verify.score import Judge, Score
+from tests.equivalence.captures import captured_once
 from tests.equivalence.compare import Case, make
-from tests.equivalence.models import captured_once
 from tests.equivalence.registry import MODELS
 
 MESHES = ("tp=3", "dp_shard=2, tp=2", "dp_replicate=2, dp_shard=2", "dp_shard=3", "tp=2", "dp_shard=2")

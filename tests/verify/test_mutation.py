@@ -42,9 +42,9 @@ def test_a_log_is_taken_up_and_says_what_is_alive(tmp_path: Path) -> None:
 
 
 def test_a_sample_of_the_matrix_leaves_no_bug_alive(tmp_path: Path) -> None:
-    """Fails under 100 %: three programs and a bug or two by each operator, all drawn by one seed."""
+    """Fails under 100 %: two programs and a bug or two by each operator, all drawn by one seed."""
     draw = random.Random(20261130)
-    for model in draw.sample([name for name in SMALL if name in zoo.ALL | torch_nn.TORCH_NN], 3):
+    for model in draw.sample([name for name in SMALL if name in zoo.ALL | torch_nn.TORCH_NN], 2):
         work = Work(tmp_path / "log.jsonl", (draw.choice(MESHES), "dp_shard=2"), count=1, every=50)
         run_model(model, work, set(), time.time() + 600)
     shown = io.StringIO()

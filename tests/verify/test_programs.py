@@ -19,7 +19,7 @@ from tests.programs.long_run import rows, run, smallest, table
 from tests.programs.sketch import Body, Input, Sketch, Statement
 
 SAMPLE = settings(
-    max_examples=40, derandomize=True, database=None, deadline=None, phases=(Phase.generate,),
+    max_examples=25, derandomize=True, database=None, deadline=None, phases=(Phase.generate,),
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 """Without hypothesis' own shrinking: `reduce` knows what a program is, and needs fewer trials."""

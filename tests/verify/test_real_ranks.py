@@ -138,6 +138,7 @@ def in_bfloat16_compiled() -> str:
     return str(verify_on_ranks(model, "dp_shard=2", batch, modes=["compiled"], delays=1, backend="aot_eager"))
 
 
+@pytest.mark.full
 def test_bfloat16_compiled_with_dropout() -> None:
     text, _ = ranks.run(2, in_bfloat16_compiled, timeout=120)
     first, *rows = text.splitlines()
