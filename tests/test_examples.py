@@ -60,6 +60,13 @@ def train(ranks: int, mesh: str, steps: int, folder: Path) -> dict[str, tuple[fl
     return {name: tuple(float(number) for number in numbers if number) for name, *numbers in found}
 
 
+def test_train_learns_on_two_ranks(tmp_path: Path) -> None:
+    found = train(2, "dp_shard=2", 3, tmp_path)
+    assert list(found) == ["step   0", "step   1", "step   2", "evaluation"]
+    assert found["step   2"][0] < found["step   0"][0]
+
+
+@pytest.mark.full
 def test_train_goes_on_from_a_checkpoint_on_another_mesh_as_one_device_would(tmp_path: Path) -> None:
     whole = train(1, "dp_shard=-1", 4, tmp_path / "one device")
     assert list(whole) == ["step   0", "step   1", "step   2", "step   3", "evaluation"]

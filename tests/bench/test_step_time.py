@@ -23,7 +23,7 @@ def rows_of(cases: tuple[str, ...], model: str = "llama-tiny") -> list[Row]:
     "cases",
     [
         ("single", "fsdp2", "ndcompile:dp_shard=2"),
-        ("tp", 'ndcompile:tp=2/outputs="sharded"'),
+        pytest.param(("tp", 'ndcompile:tp=2/outputs="sharded"'), marks=pytest.mark.full),
         pytest.param(
             ("single", "ddp", "ndcompile:dp_replicate=2", 'ndcompile:dp_shard=2/remat="block"'), marks=pytest.mark.full
         ),

@@ -25,6 +25,7 @@ def drawn(seed: int, monkeypatch: pytest.MonkeyPatch) -> nd.Program:
     return compiled(sketch, build(sketch))
 
 
+@pytest.mark.full
 def test_random_programs_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NDCOMPILE_CACHE", str(tmp_path))
     texts: dict[int, str] = {}

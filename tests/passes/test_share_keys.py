@@ -25,7 +25,7 @@ def shares(mesh: str, precision: nd.Precision | None) -> bool:
     return "enable_gqa=True" in text
 
 
-@pytest.mark.parametrize("mesh", ["dp_shard=2", "tp=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("dp_shard=2", marks=pytest.mark.full), "tp=2"])
 def test_in_half_precision(mesh):
     assert shares(mesh, HALF) and not shares(mesh, None)
 

@@ -214,6 +214,7 @@ def _events(code: str) -> Iterator[str]:
             yield "wait"
 
 
+@pytest.mark.full
 def test_in_compiled_code_one_half_computes_while_the_other_travels():
     forward, backward = compiled_order(**compile_options({}))
     expected = (

@@ -92,7 +92,9 @@ def of_8b() -> Program:
     return nd.compile(llama(32, 4096, 14_336, 32), "dp_shard=32, tp=8")
 
 
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if number else []) for number, name in enumerate(BUGS)]
+)
 def test_a_bug_in_a_large_programs_text_is_found_at_small_sizes(name: str) -> None:
     program = of_8b()
     right, wrong = BUGS[name]
