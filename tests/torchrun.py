@@ -1,9 +1,13 @@
-"""Joining the ranks that torchrun started."""
+"""Joining the ranks that torchrun started, and telling what they found."""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,3 +22,15 @@ def join(seconds: float = 300.0) -> torch.device:
     backend = "nccl" if on_gpus else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=seconds), device_id=device if on_gpus else None)
     return device
+
+
+def finish(rows: Iterable[dict[str, Any]]) -> NoReturn:
+    """Rank 0 prints each row as a JSON line. Ends with status 1 where one does not hold, or did not refuse."""
+    fine = True
+    for row in rows:
+        fine &= row.get("holds", True) and all(row.get("refuses", {}).values())
+        if dist.get_rank() == 0:
+            print(json.dumps(row), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(0 if fine else 1)

@@ -11,8 +11,6 @@ refused.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +25,7 @@ from ndcompile.runtime.recorded import RecordedError
 from tests.claims import whole
 from tests.equivalence.compare import distance, own_rows
 from tests.equivalence.registry import MODELS
-from tests.torchrun import join
+from tests.torchrun import finish, join
 
 NAMES = ("llama", "gpt", "gpt with dropout", "shared block")
 MESHES = ("dp_replicate=2",)
@@ -116,14 +114,7 @@ def main() -> None:
     parser.add_argument("--meshes", nargs="+", default=MESHES)
     asked = parser.parse_args()
     join(120)
-    fine = True
-    for row in rows(asked.models, asked.meshes):
-        fine &= row.get("holds", True) and all(row.get("refuses", {}).values())
-        if dist.get_rank() == 0:
-            print(json.dumps(row), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.exit(0 if fine else 1)
+    finish(rows(asked.models, asked.meshes))
 
 
 if __name__ == "__main__":

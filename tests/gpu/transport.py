@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
+import itertools
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -33,7 +32,7 @@ from ndcompile.verify.delays import jittered
 from tests.equivalence.compare import distance, own_rows
 from tests.equivalence.registry import MODELS
 from tests.gpu.memory import TINY, Sizes, llama
-from tests.torchrun import join
+from tests.torchrun import finish, join
 
 LARGE = Sizes(2048, 16, 32_000, 4, 4096)
 MODEL_NAMES = ("llama", "gpt with dropout", "shared block")
@@ -157,20 +156,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=2)
     asked = parser.parse_args()
-    device, fine = join(120), True
+    device = join(120)
     rows: list[Iterator[dict[str, Any]]] = []
     if asked.only != "time":
         rows.append(equal(asked.models, asked.meshes or MESHES, device))
     if asked.only != "equal":
         sizes = LARGE if device.type == "cuda" else TINY
         rows.append(timed(asked.meshes or TIMED, sizes, asked.steps, asked.rounds, device))
-    for row in (row for part in rows for row in part):
-        fine &= row.get("holds", True)
-        if dist.get_rank() == 0:
-            print(json.dumps(row), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.exit(0 if fine else 1)
+    finish(itertools.chain(*rows))
 
 
 if __name__ == "__main__":
