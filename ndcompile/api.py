@@ -139,14 +139,14 @@ def parallelize(
 
     `init="check"` compares the parameters of all ranks and raises if they differ, `"broadcast"` takes rank 0's. A model
     on the meta device gets its parameters sharded from the start, filled with zeros. One rank compiles for all.
-    `cuda_graph=True` (on a mesh of `dp_replicate` alone) records a training step after the first ones, and replays it:
-    inputs then have fixed shapes, only the program's own losses have gradients, and each step's gradients lie in the
-    same memory. `transport` is how weights and their gradients travel: `"nccl"` (torch.distributed's collectives) or
-    `"symmetric"` (copies between the memories of one host's ranks; not with `cuda_graph`). See `compile` for the rest.
+    `cuda_graph=True` records a training step after the first ones, and replays it: inputs then have fixed shapes, only
+    the program's own losses have gradients, and each step's gradients lie in the same memory. `transport` is how
+    weights and their gradients travel: `"nccl"` (torch.distributed's collectives) or `"symmetric"` (copies between the
+    memories of one host's ranks). See `compile` for the rest.
     """
     bind.join_world()
     if cuda_graph:
-        together(lambda: _require_recordable(MeshSpec.parse(mesh, torch.distributed.get_world_size()), transport))
+        together(_require_recordable)
     model = model if loss_fn is None else together(lambda: with_loss(model, loss_fn))
     check_option("init", init, ("check", "broadcast"))
     check_option("transport", transport, bind.TRANSPORTS)
@@ -176,20 +176,7 @@ def parallelize(
     return module
 
 
-def _require_recordable(mesh: MeshSpec, transport: str) -> None:
-    if transport == "symmetric":
-        raise CompileError(
-            "cuda_graph=True with transport='symmetric'",
-            why="gradients are pushed to two places in turn, and a recorded step would take the same one again",
-            tries=("cuda_graph=False", "transport='nccl'"),
-        )
-    others = [axis.name for axis in mesh.axes if axis.kind != "dp_replicate" and axis.size > 1]
-    if others:
-        raise CompileError(
-            f"cuda_graph=True on a mesh with '{others[0]}'",
-            why="recorded gathers and reduce-scatters did not give what they give unrecorded (tests/gpu/recorded.py)",
-            tries="cuda_graph=False, or a mesh of dp_replicate alone",
-        )
+def _require_recordable() -> None:
     if bind.own_device().type != "cuda":
         raise CompileError(
             "cuda_graph=True, and this rank has no GPU of its own",

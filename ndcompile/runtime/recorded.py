@@ -55,6 +55,8 @@ class Tape:
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._forward, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            with state.lane():
+                state.transport.record()
             with state.forward(leaves):  # parameters' own ends of a graph belong to the stream of an earlier step
                 self._results: tuple[Any, ...] = root.forward(*self._inputs)
             state.lane.join_all()

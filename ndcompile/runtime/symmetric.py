@@ -34,9 +34,11 @@ class Symmetric:
         self.mesh = mesh
         self._slot = self._shelves = self._turn = 0
         self._peers: Peers | None = None
+        self._carriers: list[Copies] = []
 
     def carrier(self, ways: Sequence[Way], dtypes: Sequence[torch.dtype], reduce: Dtype) -> Carrier:
-        return Copies(self, ways, dtypes, reduce)
+        self._carriers.append(Copies(self, ways, dtypes, reduce))
+        return self._carriers[-1]
 
     def reserve(self, shelf: int, slot: int) -> int:
         """Ask for room for weights, and for slots as large as this. Gives where the shelf stands among all shelves."""
@@ -55,6 +57,14 @@ class Symmetric:
     def shelves(self, rank: int) -> Tensor:
         assert self._peers is not None, "memory was taken"
         return self._peers.views[rank][2 * self._slot :]
+
+    def record(self) -> None:
+        """Each time, weights are shown anew, and slots are taken when all ranks have done with what lay there: which
+        slot is whose turn is recorded too."""
+        for copies in self._carriers:
+            copies.forget()
+        if self._peers is not None:
+            self._peers.barrier()
 
     def next_turn(self) -> int:
         """Which slot is next."""
@@ -114,11 +124,17 @@ class Team:
 
     @classmethod
     def summing(cls, mesh: Mesh, axes: Sequence[Ranks], ways: Mapping[int, Way]) -> Team:
-        """Each place has its share of the elements of what a rank holds of a weight."""
+        """Each place has its share of the elements of what a rank holds of a weight; each of two has all of them."""
         team = cls(mesh, axes)
-        places = [Ranks("", len(team), place, "") for place in range(len(team))]
-        team.windows = {i: [Window((math.prod(w.held),)).along(0, p) for p in places] for i, w in ways.items()}
+        count = 1 if team.is_pair else len(team)
+        shares = [Ranks("", count, place % count, "") for place in range(len(team))]
+        team.windows = {i: [Window((math.prod(w.held),)).along(0, s) for s in shares] for i, w in ways.items()}
         return team
+
+    @property
+    def is_pair(self) -> bool:
+        """Two places that send each other everything need no second exchange, and send no more bytes than in shares."""
+        return len(self) == 2
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -126,6 +142,10 @@ class Team:
     def round(self) -> list[int]:
         """All places, from the next one on to the own, so that the ranks do not all turn to the same one."""
         return [(self.own + 1 + i) % len(self) for i in range(len(self))]
+
+    def area(self, sender: int, receiver: int) -> int:
+        """Which of the areas of a receiver's slot is the sender's."""
+        return (sender - receiver - 1) % len(self)
 
     def layout(self, dtypes: Mapping[int, torch.dtype]) -> Layout:
         """Room for any place's part of these tensors."""
@@ -199,7 +219,7 @@ class Copies:
         for team in self._gathers:
             due = {i: now[i] for i in team.windows if i in now}
             if due:
-                now |= self._exchange(team, due).sums()
+                now |= self._exchange(team, due).sums(due)
         return now
 
     def sum(self, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -209,10 +229,12 @@ class Copies:
             due = {i: now[i].contiguous().view(-1) for i in team.windows if i in now}
             if due:
                 exchange = self._exchange(team, due)
-                sums = exchange.sums()
-                exchange.show(sums)
-                self._memory.barrier()
-                now |= {i: x.view(now[i].shape) for i, x in exchange.everyones(sums, due).items()}
+                sums = exchange.sums(due)
+                if not team.is_pair:
+                    exchange.show(sums)
+                    self._memory.barrier()
+                    sums = exchange.everyones(sums, due)
+                now |= {i: x.view(now[i].shape) for i, x in sums.items()}
         return now
 
     def _cast_others(self, held: Sequence[Tensor]) -> list[Tensor]:
@@ -223,6 +245,10 @@ class Copies:
         for i, x in zip(stay, made, strict=True):
             found[i] = x
         return found
+
+    def forget(self) -> None:
+        """What is on the shelf is of parameters as they were."""
+        self._shown = None
 
     def _show(self, held: Sequence[Tensor]) -> None:
         """Put this rank's parts where the others find them, when all have taken what lay there."""
@@ -240,7 +266,9 @@ class Copies:
         return [
             move
             for team in self._gathers
-            for move in _moves(team, team.windows, self._shelf, [self._shelf_of(rank) for rank in team.ranks])
+            for move in _moves(
+                team, team.windows, self._shelf, {place: self._shelf_of(team.ranks[place]) for place in team.round()}
+            )
         ]
 
     def _exchange(self, team: Team, wholes: Mapping[int, Tensor]) -> Exchange:
@@ -266,38 +294,51 @@ class Copies:
         """The bytes of the largest slot that the bucket needs."""
         most = 0
         for team in self._gathers:
-            most = max(most, len(team) * team.layout({i: self._wire(self._dtypes[i]) for i in team.windows}).size)
+            sent = {i: self._wire(self._dtypes[i]) for i in team.windows}
+            most = max(most, (len(team) - 1) * team.layout(sent).size)
         for team in self._sums:
             sums = {i: self._reduce or self._dtypes[i] for i in team.windows}
             sent = {i: self._wire(sums[i] if self._ways[i].stages else self._dtypes[i]) for i in team.windows}
-            most = max(most, len(team) * team.layout(sent).size + team.layout(sums).size)
+            shown = 0 if team.is_pair else team.layout(sums).size
+            most = max(most, (len(team) - 1) * team.layout(sent).size + shown)
         return most
 
 
 class Exchange:
-    """One reduction in one slot. It holds what each place pushed, one `layout` after another, and then own sums."""
+    """One reduction in one slot. That holds what each other place pushed, one `layout` after another; then own sums."""
 
     def __init__(self, team: Team, slots: Sequence[Tensor], sent: Mapping[int, torch.dtype], reduce: Dtype) -> None:
         """With each place's slot, and the dtypes in which tensors are sent."""
         self._team, self._slots, self._sent, self._reduce = team, slots, sent, reduce
-        self._layout = layout = team.layout(sent)
-        self.pushes = _moves(team, sent, layout, [slot[team.own * layout.size :] for slot in slots])
-        pushed = [slots[team.own][place * layout.size :] for place in range(len(team))]
-        self._pushed = {dtype: [layout.run(memory, dtype) for memory in pushed] for dtype in layout.runs}
+        self._layout, own, (*others, _) = team.layout(sent), team.own, team.round()
+        places = {place: slots[place][team.area(own, place) * self._layout.size :] for place in others}
+        self.pushes = _moves(team, sent, self._layout, places)
+        pushed = [slots[own][team.area(place, own) * self._layout.size :] for place in others]
+        self._pushed = {dtype: [self._layout.run(memory, dtype) for memory in pushed] for dtype in self._layout.runs}
 
-    def sums(self) -> dict[int, Tensor]:
-        """Of what was pushed to this rank: in float32 at least, in the order of places, then rounded once."""
-        found = {}
-        for wire, (first, *others) in self._pushed.items():
-            dtype, start = self._reduce or wire, self._layout.runs[wire][0]
-            total = first.to(torch.promote_types(dtype, torch.float32), copy=True)
-            for x in others:
+    def sums(self, wholes: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Of this rank's part of its own tensors and what was pushed: in float32 at least, then rounded once."""
+        found: dict[int, Tensor] = {}
+        for wire, pushed in self._pushed.items():
+            dtype = self._reduce or wire
+            parts = {
+                i: private.cast(self._team.windows[i][self._team.own].of(wholes[i]), wire)
+                for i, sent in self._sent.items()
+                if sent == wire
+            }
+            total = torch.empty_like(pushed[0], dtype=torch.promote_types(dtype, torch.float32))
+            private.copy_each([self._within(total, i, x.shape) for i, x in parts.items()], list(parts.values()))
+            for x in pushed:
                 total += x
             total = private.cast(total, dtype)
-            for i in (i for i, sent in self._sent.items() if sent == wire):
-                own, at = self._team.windows[i][self._team.own], (self._layout.places[i] - start) // wire.itemsize
-                found[i] = total[at : at + own.length].view(own.shape)
+            found |= {i: self._within(total, i, x.shape) for i, x in parts.items()}
         return found
+
+    def _within(self, run: Tensor, i: int, shape: Sequence[int]) -> Tensor:
+        """The tensor of this number in a run of all those of its dtype."""
+        wire = self._sent[i]
+        start = (self._layout.places[i] - self._layout.runs[wire][0]) // wire.itemsize
+        return run[start : start + math.prod(shape)].view(*shape)
 
     def show(self, sums: Mapping[int, Tensor]) -> None:
         """Put own sums where the others find them."""
@@ -314,16 +355,15 @@ class Exchange:
     @cached_property
     def _shares(self) -> list[Move]:
         sums = self._team.layout({i: self._reduce or dtype for i, dtype in self._sent.items()})
-        return _moves(
-            self._team, self._sent, sums, [slot[len(self._team) * self._layout.size :] for slot in self._slots]
-        )
+        after = (len(self._team) - 1) * self._layout.size
+        return _moves(self._team, self._sent, sums, {p: self._slots[p][after:] for p in self._team.round()})
 
 
-def _moves(team: Team, numbers: Iterable[int], layout: Layout, memories: Sequence[Tensor]) -> list[Move]:
-    """For each place the parts that it has of tensors, and where they lie in the memory for that place."""
+def _moves(team: Team, numbers: Iterable[int], layout: Layout, memories: Mapping[int, Tensor]) -> list[Move]:
+    """For each of some places the parts that it has of tensors, and where they lie in the memory for that place."""
     return [
-        (i, team.windows[i][place], layout.view(memories[place], i, team.windows[i][place].shape))
-        for place in team.round()
+        (i, team.windows[i][place], layout.view(memory, i, team.windows[i][place].shape))
+        for place, memory in memories.items()
         for i in numbers
     ]
 

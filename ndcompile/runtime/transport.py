@@ -40,6 +40,9 @@ class Transport(Protocol):
     def open(self, device: torch.device) -> None:
         """Take the memory that the carriers need. All ranks of the world call it alike."""
 
+    def record(self) -> None:
+        """A step begins that is recorded, and will be done again and again. Called on the lane, in its recording."""
+
 
 class Collectives:
     """torch.distributed's collectives: NCCL's kernels on GPUs."""
@@ -49,6 +52,9 @@ class Collectives:
 
     def open(self, device: torch.device) -> None:
         """They take what they need as they go."""
+
+    def record(self) -> None:
+        """They are recorded as they are."""
 
 
 class Collected:

@@ -92,7 +92,7 @@ class Bucket:
     def flush(self, harvest: Harvest) -> None:
         """Bring the gradients that were deferred and that no later backward took along."""
         if self._deferred:
-            with torch.no_grad(), self._lane():
+            with torch.no_grad(), self._lane(*self._deferred.values()):
                 self._bring(harvest, self._carrier.sum(self._deferred))
             self.defer({})
 
@@ -145,7 +145,7 @@ class Bucket:
 
     def _reduce(self, gradients: Mapping[int, Tensor], harvest: Harvest, defer: bool) -> None:
         """Start the gradients' collectives, and bring what comes of them."""
-        with self._lane(*gradients.values()):
+        with self._lane(*gradients.values(), *self._deferred.values()):
             found, deferred = reduced(self._carrier, self._ways, gradients, self._deferred, defer)
             self._bring(harvest, found)
         if deferred or self._deferred:

@@ -64,7 +64,7 @@ class Shaken(Float64):
         return torch.where((x == x.round()) | ~x.isfinite(), x, x + off.to(x.dtype))
 
     def _note(self, x: Tensor) -> None:
-        self.choices.append(zlib.crc32(x.detach().cpu().contiguous().numpy().tobytes()))
+        self.choices.append(zlib.crc32(x.detach().cpu().resolve_conj().contiguous().numpy().tobytes()))
 
 
 def terms(run: Callable[[Domain], Mapping[str, Tensor]], domain: Domain) -> dict[str, float]:

@@ -336,14 +336,17 @@ LATE = 0.02
 """Seconds by which a rank is late, which the other needs for much less than this."""
 
 
+WHOLE = torch.arange(12.0).view(6, 2)
+
+
 def plain_bucket(spec: str) -> tuple[Bucket, list[nn.Parameter]]:
     """One bucket of equal parts."""
     mesh = Mesh.bound(MeshSpec.parse(spec))
     sharded = spec.startswith("dp_shard")
     ways = {"w": weight("w", {"dp_shard": 0} if sharded else {}, () if sharded else ("dp_replicate",))}
-    own = torch.arange(8.0).view(4, 2).chunk(2)[dist.get_rank()] if sharded else torch.arange(8.0).view(4, 2)
+    own = WHOLE.chunk(dist.get_world_size())[dist.get_rank()] if sharded else WHOLE
     parameters = {"w": nn.Parameter(own.clone())}
-    return bucket_of_copies(mesh, ways, parameters, {"w": (4, 2)}), list(parameters.values())
+    return bucket_of_copies(mesh, ways, parameters, {"w": tuple(WHOLE.shape)}), list(parameters.values())
 
 
 def values(spec: str) -> list[Tensor]:
@@ -394,8 +397,8 @@ def holds(spec: str, late: int, dropped: Site | None, met: set[Site], patches: C
         patches(stack)
         found = values(spec)
     dist.barrier()
-    whole = torch.arange(8.0).view(4, 2)
-    right = [whole * 2**i for i in range(3)] + [torch.full_like(found[-1], 3.0 * x) for x in (1.0, 11.0, 111.0)]
+    once = float(sum(range(1, dist.get_world_size() + 1)))
+    right = [WHOLE * 2**i for i in range(3)] + [torch.full_like(found[-1], once * x) for x in (1.0, 11.0, 111.0)]
     return all(everyones(all(torch.equal(a, b) for a, b in zip(found, right, strict=True))))
 
 
@@ -407,21 +410,23 @@ def nothing(stack: ExitStack) -> None:
     pass
 
 
-def each_barrier_is_needed() -> list[str]:
+def each_barrier_is_needed(ranks: int) -> list[str]:
     needless = []
-    for spec in ("dp_shard=2", "dp_replicate=2"):
+    for spec in (f"dp_shard={ranks}", f"dp_replicate={ranks}"):
         met: set[Site] = set()
-        assert all(holds(spec, late, None, met, nothing) for late in range(2)), spec
+        assert all(holds(spec, late, None, met, nothing) for late in range(ranks)), spec
         for site in sorted(met):
-            if all(holds(spec, late, site, set(), nothing) for late in range(2)):
+            if all(holds(spec, late, site, set(), nothing) for late in range(ranks)):
                 needless.append(f"{site[0]} on {spec}")
-    if all(holds("dp_shard=2", late, None, set(), one_slot) for late in range(2)):
+    if all(holds(f"dp_shard={ranks}", late, None, set(), one_slot) for late in range(ranks)):
         needless.append("two slots")
     return sorted([*needless, f"{len(met)} barriers with dp_replicate"])
 
 
-def test_each_barrier_and_the_second_slot_are_needed():
-    assert run(2, each_barrier_is_needed, timeout=240)[0] == ["2 barriers with dp_replicate"]
+@pytest.mark.parametrize(("ranks", "barriers"), [(2, 1), pytest.param(3, 2, marks=pytest.mark.full)])
+def test_each_barrier_and_the_second_slot_are_needed(ranks, barriers):
+    """A pair exchanges everything at once; with more ranks shares are summed, and exchanged after another barrier."""
+    assert run(ranks, each_barrier_is_needed, ranks, timeout=240)[0] == [f"{barriers} barriers with dp_replicate"]
 
 
 # ---- what is refused on GPUs, as far as a CPU can tell ---------------------------------------------------------------
