@@ -219,6 +219,13 @@ def group_name(group: dist.ProcessGroup) -> str:
     return group.group_name
 
 
+def decomposition(op: Any) -> Callable[..., Any] | None:
+    """A function that does an op by others, where torch has one."""
+    from torch._decomp import get_decompositions
+
+    return get_decompositions([op]).get(op)
+
+
 def is_recording() -> bool:
     """Whether the current stream's ops are recorded for a CUDA graph, and not done."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
