@@ -181,7 +181,7 @@ def two_ranks_without_the_other(copies: bool) -> Iterator[Ranks]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    nothing = {name: (lambda _, x, dim, f=f: f(x, dim, 2, "")) for name, f in FAKE.items()}
+    nothing: Any = {name: (lambda _, x, dim, f=f: f(x, dim, 2, "")) for name, f in FAKE.items()}
     try:
         with patch.multiple(wires.Wire, **nothing):
             yield axis_of(2, copies)

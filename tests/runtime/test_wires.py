@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -66,6 +67,11 @@ def slow(seconds: Callable[[], float]) -> Iterator[None]:
         yield
 
 
+def _late(rank: int, part: Callable[[], float]) -> float:
+    """Seconds that one rank is late by."""
+    return 0.002 * part() if dist.get_rank() == rank else 0.0
+
+
 def exchanged(axis: Ranks) -> bool:
     """Whether many gathers and sums in a row, of growing sizes, bring what was sent."""
     right = True
@@ -86,14 +92,14 @@ def late_ranks(ranks: int) -> list[bool]:
     chance = random.Random(dist.get_rank())
     found = []
     for late in range(ranks):
-        with slow(lambda late=late: 0.002 * chance.random() if dist.get_rank() == late else 0.0):
+        with slow(partial(_late, late, chance.random)):
             found.append(all(everyones(exchanged(axis))))
     return found
 
 
 def broken() -> dict[str, bool]:
     """Whether values stay right without barriers, and with one slot."""
-    found = {}
+    found: dict[str, bool] = {}
     for what, patches in (
         ("no barrier", lambda patch: patch.setattr(Peers, "barrier", lambda peers: None)),
         ("one slot", lambda patch: patch.setattr(Wire, "_after", lambda wire, turn: 0)),
@@ -103,7 +109,7 @@ def broken() -> dict[str, bool]:
                 patches(patch)
                 wires._wires.clear()
                 axis = axis_of(2, copies=True)
-                with slow(lambda late=late: 0.003 if dist.get_rank() == late else 0.0):
+                with slow(partial(_late, late, lambda: 1.5)):
                     right = exchanged(axis)
                 dist.barrier()
                 found[what] = found.get(what, True) and all(everyones(right))
