@@ -20,10 +20,14 @@ from torch.autograd.graph import saved_tensors_hooks
 import ndcompile as nd
 from ndcompile import ledger
 from ndcompile.axes import data_axes
-from ndcompile.ledger import Ledger
+from ndcompile.ledger import Ledger, rounded
 from ndcompile.program import Program
-from ndcompile.runtime import private
+from ndcompile.runtime import private, symmetric
+from ndcompile.runtime.agreement import everyones
+from ndcompile.runtime.symmetric import Symmetric
 from tests import ranks
+from tests.models import seeded, tokens
+from tests.runtime.test_symmetric import Odd
 
 SAVED = ("linear", "attention")
 
@@ -72,11 +76,13 @@ class Case:
     mesh: str
     remat: str | tuple[str, ...] = "none"
     reshard: bool = True
+    transport: str = "nccl"
 
 
 CASES = {
     2: [
         Case("Llama", "dp_shard=2"),
+        Case("Llama", "dp_replicate=2", "block", transport="symmetric"),
         Case("Llama", "cp=2", "block"),
         Case("ViT", "dp_shard=2", reshard=False),
     ],
@@ -137,9 +143,10 @@ def measured(case: Case) -> Measured:
     program = nd.compile(model, case.mesh, batch, **options)
     with tempfile.TemporaryDirectory() as folder:
         program.save(Path(folder) / "program.py")
-        parallel, mine = nd.load(Path(folder) / "program.py", model), own(program, batch)
+        parallel = nd.load(Path(folder) / "program.py", model, transport=case.transport)
+    mine = own(program, batch)
     own_batch = {"b": len(next(iter(mine.values())))}
-    told = program.memory({**sizes, **own_batch})
+    told = program.memory({**sizes, **own_batch}, transport=case.transport)
     parallel(**mine)["loss"].backward()
     parallel.zero_grad()
     gc.collect()
@@ -187,3 +194,63 @@ def test_what_is_told_is_what_a_running_rank_keeps_and_needs(world_size: int, ca
         if found.case.remat != SAVED:  # results that are saved by name are in a cache, and not saved by autograd
             assert abs(found.saved - told["activations"]) <= slack, found
         assert abs(found.peak - (told["peak"] - told["optimizer"])) <= 0.1 * found.peak, found
+
+
+# ---- memory that all ranks address -----------------------------------------------------------------------------------
+
+COPIED = {
+    2: ["dp_shard=2", "dp_replicate=2", "tp=2"],
+    4: ["dp_shard=4", "dp_replicate=4", "dp_replicate=2, dp_shard=2", "dp_shard=2, tp=2"],
+}
+PRECISIONS = [None, nd.Precision(torch.bfloat16, torch.float32), nd.Precision(torch.float32, torch.bfloat16)]
+
+
+def odd() -> nn.Module:
+    """No mesh divides its lengths, and parts differ by more than what they are rounded up by."""
+    return seeded(Odd, 33, 61)
+
+
+def take(files: list[Path]) -> list[tuple[list[int], list[int]]]:
+    """On a rank, for each saved program: the bytes that ranks take, and those that each asks for by itself."""
+    asked, taken = list[int](), list[int]()
+    peers, opened = symmetric.Peers, Symmetric.open
+
+    def noting_open(memory: Symmetric, device: torch.device) -> None:
+        asked.append(memory.size)
+        opened(memory, device)
+
+    def noting_size(size: int, device: torch.device) -> symmetric.Peers:
+        taken.append(size)
+        return peers(size, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric, "Peers", noting_size)
+        patch.setattr(Symmetric, "open", noting_open)
+        for file in files:
+            nd.load(file, odd(), transport="symmetric")
+    return list(zip(zip(*everyones(taken), strict=True), zip(*everyones(asked), strict=True), strict=True))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_symmetric_memory_is_told_to_the_byte(world_size: int, tmp_path: Path) -> None:
+    told: dict[Path, int] = {}
+    for mesh in COPIED[world_size]:
+        for number, precision in enumerate(PRECISIONS):
+            program = nd.compile(odd(), mesh, tokens(), precision=precision)
+            program.save(file := tmp_path / f"{mesh} {number}.py")
+            told[file] = program.memory({"b": 2}, transport="symmetric").symmetric
+    found = dict(zip(told, ranks.run(world_size, take, list(told))[0], strict=True))
+    assert {file: taken for file, (taken, _) in found.items()} == {f: (n,) * world_size for f, n in told.items()}
+    assert len(set(told.values())) > len(COPIED[world_size]), "precision counts"
+    differing = {file.name for file, (_, asked) in found.items() if len(set(asked)) > 1}
+    assert differing or world_size == 2, "ranks that ask for less than rank 0"
+
+
+def test_symmetric_memory_is_in_the_peak_and_has_a_row() -> None:
+    program = nd.compile(odd(), "dp_shard=2", tokens())
+    plain, copied = (program.memory({"b": 2, "s": 8}, transport=way) for way in ("nccl", "symmetric"))
+    assert plain.symmetric == 0 and "symmetric" not in plain.rows() and "symmetric" not in str(plain)
+    assert copied.rows() == vars(copied)
+    assert 0.5 * copied.symmetric <= copied.peak - plain.peak <= rounded(copied.symmetric), "less what collectives need"
+    with pytest.raises(nd.CompileError, match="transport='copies' is no option"):
+        program.memory(transport="copies")
