@@ -52,6 +52,8 @@ class Graph:
             value = private.wait(value) if namespace(op) == "_c10d_functional" else value
             if place.data_ptr() != value.data_ptr():
                 place.copy_(value)
+        elif namespace(op) == "c10d":
+            value.wait()  # a barrier of copies
 
 
 @contextmanager
@@ -91,7 +93,9 @@ def trains_as_one_device(mesh: str) -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    assert parallel._recorder is not None and parallel._recorder._tape is not None
+    assert parallel.replays
+    parallel.compile(backend="eager")
+    assert not parallel.replays, "what was recorded is not compiled"
 
 
 def refuses(mesh: str) -> None:
