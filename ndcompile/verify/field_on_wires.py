@@ -120,7 +120,8 @@ def claim(
 
 def _compared(program: Program, model: nn.Module, mesh: Mesh, device: torch.device, transport: str) -> Comparison:
     """This rank against one device, which every rank runs for itself: a zero denominator is met by all of them."""
-    uncast = replace(program, manifest=replace(program.manifest, compute=None, reduce=None))  # one dtype has them all
+    if transport == "symmetric":  # memory is laid out for the dtypes that are, and the field has one for all
+        program = replace(program, manifest=replace(program.manifest, compute=None, reduce=None))
     for attempt in range(ATTEMPTS):
         field = Field(1000 * attempt, device)
         sample = draw(program, field, model, microbatches=2)
@@ -133,6 +134,6 @@ def _compared(program: Program, model: nn.Module, mesh: Mesh, device: torch.devi
             private.dispatched(Wires(field, mesh).run),
         ):  # fmt: skip
             copies = Unseen(mesh) if transport == "symmetric" else None
-            found = on_rank(uncast, sample, field, mesh.rank, transport=copies)
+            found = on_rank(program, sample, field, mesh.rank, transport=copies)
         return compare(program, sample, right, [found], field, first=mesh.rank)
     raise NotInDomain(f"{ATTEMPTS} samples gave a zero denominator")

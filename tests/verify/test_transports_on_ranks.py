@@ -84,6 +84,18 @@ def copies_of_zeros(mesh: str) -> list[bool | None]:
         return [here.payloads().held, here.in_the_field().held]
 
 
+def in_bfloat16(mesh: str) -> list[bool | None]:
+    """Memory for parts in bfloat16, gradients that are sent so and summed in float32."""
+    torch.set_num_threads(1)
+    job = Job.of(*stack_and_tokens(), "bf16", 2, torch.device("cpu"), transport="symmetric")
+    here = OnRanks(job, job.compiled(mesh))
+    return [here.payloads().held, here.in_the_field().held, here.trained(References.of(job, here.program), "").held]
+
+
+def test_bfloat16_by_copies() -> None:
+    assert ranks.run(2, in_bfloat16, "dp_replicate=2", timeout=120) == [[True] * 3] * 2
+
+
 def test_integers_and_the_field_go_by_copies() -> None:
     assert ranks.run(2, copies_of_zeros, "dp_shard=2", timeout=120) == [[False, False]] * 2
 
