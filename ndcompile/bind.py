@@ -104,6 +104,7 @@ def _bind(
     device_mesh = _part_of(device_mesh, spec) or _device_mesh(spec, device)
     atexit.register(private.let_go, device_mesh)
     mesh = Mesh.bound(spec, [tuple(axes) for axes in manifest.flattened], device_mesh, TIMEOUT)
+    mesh = mesh.by_copies(device) if transport == "symmetric" else mesh
     whole: dict[str, Tensor] = {} if model is None else dict(model.named_parameters())
 
     def value(tensor: Tensor) -> Tensor:

@@ -204,6 +204,7 @@ class Borders:
         with preserve_node_meta():
             set_stack_trace([f"a call as that of {body.scope.path}"])  # torch would walk the stack, which nobody reads
             places = [i for i, (now, then) in enumerate(zip(tensors, body.entered, strict=True)) if now is not then]
+            places = places or [0][: len(tensors)]  # the tracer takes the device from what it is given
             values = iter(self._called_later([tensors[i] for i in places], places, path, body))
         leaves, spec = body.result
         return pytree.tree_unflatten([next(values) if leaf is None else leaf[0] for leaf in leaves], spec)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
@@ -98,25 +98,46 @@ def _rows(build: Builder, logits: fx.Node, target: fx.Node) -> tuple[fx.Node, fx
     return rows, flat
 
 
-def _elementwise(cost: Callable[[Builder, fx.Node], fx.Node]) -> Callable[[Builder, fx.Node], fx.Node]:
+Cost = Callable[[Builder, fx.Node, Mapping[str, Any]], fx.Node]
+"""From the differences, and the loss's arguments."""
+
+
+def _elementwise(cost: Cost) -> Callable[[Builder, fx.Node], fx.Node]:
     """A loss that is a cost of each difference."""
 
     def lowered(build: Builder, node: fx.Node) -> fx.Node:
         given = arguments(node)
         sizes, dtype = given["self"].meta["sizes"], node.meta["dtype"]
         error = build(aten.sub.Tensor, given["self"], given["target"], sizes=sizes, dtype=dtype)
-        costs = cost(build, error)
+        costs = cost(build, error, given)
         return _reduced(build, costs, given["reduction"], lambda: build.size(error, range(len(sizes))))
 
     return lowered
 
 
-def _square(build: Builder, error: fx.Node) -> fx.Node:
+def _square(build: Builder, error: fx.Node, given: Mapping[str, Any]) -> fx.Node:
     return build(aten.mul.Tensor, error, error, sizes=error.meta["sizes"], dtype=error.meta["dtype"])
 
 
-def _absolute(build: Builder, error: fx.Node) -> fx.Node:
+def _absolute(build: Builder, error: fx.Node, given: Mapping[str, Any]) -> fx.Node:
     return build(aten.abs.default, error, sizes=error.meta["sizes"], dtype=error.meta["dtype"])
+
+
+def _huber(build: Builder, error: fx.Node, given: Mapping[str, Any]) -> fx.Node:
+    """e² / 2 up to δ, and δ · (|e| − δ / 2) above: m · (|e| − m / 2) with m = min(|e|, δ)."""
+    meta: dict[str, Any] = dict(sizes=error.meta["sizes"], dtype=error.meta["dtype"])
+    size = _absolute(build, error, given)
+    least = build(aten.clamp.default, size, None, given["delta"], **meta)
+    rest = build(aten.sub.Tensor, size, build(aten.mul.Tensor, least, 0.5, **meta), **meta)
+    return build(aten.mul.Tensor, least, rest, **meta)
+
+
+def _smooth(build: Builder, error: fx.Node, given: Mapping[str, Any]) -> fx.Node:
+    """Huber's cost over β, which goes to |e| as β goes to 0."""
+    if given["beta"] == 0:
+        return _absolute(build, error, given)
+    cost = _huber(build, error, {"delta": given["beta"]})
+    return build(aten.div.Tensor, cost, given["beta"], sizes=error.meta["sizes"], dtype=error.meta["dtype"])
 
 
 def _mean(build: Builder, node: fx.Node) -> fx.Node | None:
@@ -202,6 +223,8 @@ LOWERINGS: dict[Any, Callable[[Builder, fx.Node], fx.Node | None]] = {
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.mse_loss.default: _elementwise(_square),
     aten.l1_loss.default: _elementwise(_absolute),
+    aten.smooth_l1_loss.default: _elementwise(_smooth),
+    aten.huber_loss.default: _elementwise(_huber),
     aten.scalar_tensor.default: _scalar,
     aten.feature_dropout.default: _channel_dropout,
     aten.mean.dim: _mean,

@@ -525,10 +525,6 @@ def recorded_without_a_gpu(rank: int) -> None:
     parallel_mlp("dp_replicate=2", cuda_graph=True)
 
 
-def recorded_gathers(rank: int) -> None:
-    parallel_mlp("tp=2", cuda_graph=True)
-
-
 def unknown_transport(rank: int) -> None:
     parallel_mlp(transport="copies")
 
@@ -541,10 +537,6 @@ def several_hosts(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peers, "_host", lambda: (f"host-{rank}", ""))
         parallel_mlp(transport="symmetric")
-
-
-def recorded_copies(rank: int) -> None:
-    parallel_mlp("dp_replicate=2", cuda_graph=True, transport="symmetric")
 
 
 def odd_batch(rank: int) -> None:
@@ -655,11 +647,6 @@ ON_RANKS: dict[Callable[[int], None], str | list[str]] = {
         "  why     a CUDA graph is recorded from a GPU's streams",
         "  try     cuda_graph=False, or a process group over NCCL with a GPU for each rank",
     ),
-    recorded_gathers: lines(
-        "cuda_graph=True on a mesh with 'tp'",
-        "  why     recorded gathers and reduce-scatters did not give what they give unrecorded (tests/gpu/recorded.py)",
-        "  try     cuda_graph=False, or a mesh of dp_replicate alone",
-    ),
     unknown_transport: lines("transport='copies' is no option", "  try     'nccl' or 'symmetric'"),
     unequal_transports: lines(
         "transports differ between ranks 0 and 1",
@@ -671,12 +658,6 @@ ON_RANKS: dict[Callable[[int], None], str | list[str]] = {
     several_hosts: lines(
         "transport='symmetric' on ranks of several hosts",
         "  why     ranks copy from each other's memory, which one host has",
-        "  try     transport='nccl'",
-    ),
-    recorded_copies: lines(
-        "cuda_graph=True with transport='symmetric'",
-        "  why     gradients are pushed to two places in turn, and a recorded step would take the same one again",
-        "  try     cuda_graph=False",
         "  try     transport='nccl'",
     ),
     missing_file: lines("there is no file nowhere.py", "  try     the path that program.save was given"),

@@ -271,10 +271,16 @@ def loss_fn_is_exact_on_both() -> None:
 def a_loss_of_torch_is_a_loss_fn() -> None:
     """As a function and as a module; its target is a keyword of the emitted module."""
     model, target = seeded(Mlp).double(), X.flip(0)
-    for loss_fn in (F.mse_loss, nn.MSELoss()):
+    bent = (F.smooth_l1_loss, nn.SmoothL1Loss(beta=0.0), nn.HuberLoss(reduction="sum", delta=0.5))
+    for loss_fn in (F.mse_loss, nn.MSELoss(), *bent):
         parallel = nd.parallelize(model, "dp_shard=2", dict(x=X, target=target), loss_fn=loss_fn, float64=True)
         share = own(dict(x=X, target=target))
-        assert_close(parallel(share["x"], target=share["target"]), F.mse_loss(model(X), target))
+        found, expected = parallel(share["x"], target=share["target"]), loss_fn(model(X), target)
+        model.zero_grad()
+        for loss in (found, expected):
+            loss.backward()
+        assert_close(found, expected)
+        assert_same_gradients(parallel, model)
 
 
 def a_saved_program_has_its_loss_fn() -> None:

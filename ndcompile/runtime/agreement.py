@@ -14,23 +14,23 @@ class Disagreement(ValueError):
     """Ranks that must be alike are not, or one of them failed where the others did not."""
 
 
-def together(action: Callable[[], T]) -> T:
+def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run `action` on every rank; if it raises a ValueError on any, all raise (that one's text, if not their own)."""
     try:
         result = action()
     except ValueError as error:
-        everyones(str(error))
+        everyones(str(error), group)
         raise
-    for rank, text in enumerate(everyones(None)):
+    for rank, text in enumerate(everyones(None, group)):
         if text is not None:
             raise Disagreement(f"rank {rank} failed: {text}")
     return result
 
 
-def everyones(value: Any) -> list[Any]:
-    """What every rank gives, in rank order; the world must have a process group."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+def everyones(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What every rank of a group (the world's) gives, in rank order."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
     return found
 
 

@@ -5,7 +5,7 @@ A dim that is `balanced` lies head–tail on the ranks (`sequence.py`); the whol
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from ndcompile.placement import BY_NAME
 from ndcompile.runtime import private
 from ndcompile.runtime.mesh import Ranks
 from ndcompile.runtime.sequence import dealt, exchange, natural, refuse_odd, spans
+from ndcompile.runtime.wires import by_copies, start_all_gather, start_reduce_scatter
 
 
 def replicate(x: Tensor, axis: Ranks, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -251,6 +252,15 @@ def begun(primitive: str, x: Tensor, along: Along) -> Tensor:
     return LOCAL[primitive](x, along) if primitive in LOCAL else SENT[primitive](x, along)
 
 
+def shape_brought(primitive: str, shape: Sequence[int], along: Along) -> list[int]:
+    """The shape of what begins a primitive, where its result has this one: what exchanges bring is joined later."""
+    found, dim = list(shape), along.dim
+    if primitive == "all_to_all" or (primitive == "all_gather" and not by_copies(along.group)):
+        found[dim] //= along.ranks
+        found[0] *= along.ranks
+    return found
+
+
 def finished(primitive: str, y: Tensor, dtype: torch.dtype, along: Along) -> Tensor:
     """The primitive's result, of what began it on a tensor of this dtype."""
     return y if primitive in LOCAL else RECEIVED[primitive](private.wait(y), dtype, along)
@@ -289,16 +299,23 @@ def _of_all_reduce(y: Tensor, dtype: torch.dtype, along: Along) -> Tensor:
 
 def _send_all_gather(x: Tensor, along: Along) -> Tensor:
     x = _lengthen(x, along.dim, _step(along.size, along.ranks))
-    return private.start_all_gather(x.contiguous(), along.ranks, along.group)
+    return start_all_gather(x, along.dim, along.ranks, along.group)
 
 
 def _of_all_gather(y: Tensor, dtype: torch.dtype, along: Along) -> Tensor:
-    y = _join(torch.unflatten(y, 0, (along.ranks, y.shape[0] // along.ranks)), along.dim)
+    if by_copies(along.group):
+        y = y.view_as(y)
+    else:
+        y = _join(torch.unflatten(y, 0, (along.ranks, y.shape[0] // along.ranks)), along.dim)
     return y if along.size is None else y.narrow(along.dim, 0, along.size)
 
 
 def _send_reduce_scatter(x: Tensor, along: Along) -> Tensor:
-    x = _split(private.cast(x, along.dtype), along.dim, along.ranks, along.size)
+    x = private.cast(x, along.dtype)
+    if by_copies(along.group):
+        x = x if along.size is None else _lengthen(x, along.dim, along.ranks * -(-along.size // along.ranks))
+        return start_reduce_scatter(x, along.dim, along.ranks, along.group)
+    x = _split(x, along.dim, along.ranks, along.size)
     return private.start_reduce_scatter(x.flatten(0, 1), along.ranks, along.group)
 
 

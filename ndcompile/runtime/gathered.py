@@ -18,6 +18,7 @@ from ndcompile.runtime.packed import pack, unpack
 from ndcompile.runtime.pieces import CAUSAL, Piece, between, chunks, whole_rows
 from ndcompile.runtime.random import dropout
 from ndcompile.runtime.shared import Shared, split
+from ndcompile.runtime.wires import by_copies, start_all_gather, start_reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def _work(q: Tensor, k: Tensor, v: Tensor, shared: Shared, drop: Dropout | None,
 
 def start(k: Tensor, v: Tensor, shared: Shared, gradient: Tensor | None = None) -> Tensor:
     """Start to gather keys and values; in a backward, with its gradient."""
-    return private.start_all_gather(pack(k, v, gradient), shared.axis.size, shared.axis.group)
+    return start_all_gather(pack(k, v, gradient), 0, shared.axis.size, shared.axis.group)
 
 
 def finish(started: Tensor, k: Tensor, v: Tensor, shared: Shared) -> Two:
@@ -187,8 +188,10 @@ def _in_order(x: Tensor, shared: Shared) -> Tensor:
 def start_reduction(k: Tensor, v: Tensor, shared: Shared, dtype: torch.dtype) -> Tensor:
     """Start to sum two wholes `[b, g, t, …]` over the ranks, each of which keeps its part."""
     ranks = range(shared.axis.size)
-    rows = [pack(_part(k, shared, rank), _part(v, shared, rank)).to(dtype) for rank in ranks]
-    return private.start_reduce_scatter(torch.cat(rows), shared.axis.size, shared.axis.group)
+    rows = torch.cat([pack(_part(k, shared, rank), _part(v, shared, rank)).to(dtype) for rank in ranks])
+    if by_copies(shared.axis.group):
+        return start_reduce_scatter(rows, 0, shared.axis.size, shared.axis.group)
+    return private.start_reduce_scatter(rows, shared.axis.size, shared.axis.group)
 
 
 def _part(whole: Tensor, shared: Shared, rank: int) -> Tensor:

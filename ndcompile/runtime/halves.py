@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ndcompile.placement import BY_NAME
-from ndcompile.runtime.collectives import Along, begun, finished
+from ndcompile.runtime.collectives import Along, begun, finished, shape_brought
 from ndcompile.runtime.mesh import Ranks
 
 Steps = Generator["Started | Once | Tensor | None", Tensor | None, Any]
@@ -173,10 +173,7 @@ class _Start(torch.autograd.Function):
         ctx.along = group, ranks, index, dim, target, dtype
         raw = begun(forward, x, _along(*ctx.along))
         ctx.mark_non_differentiable(raw)
-        shape = list(x.shape)
-        if backward in ("all_gather", "all_to_all"):  # what these bring is joined when it is waited for
-            shape[dim if backward == "all_gather" else target] //= ranks
-            shape[0] *= ranks
+        shape = shape_brought(backward, x.shape, _back(backward, *ctx.along))
         reduced = dtype if backward in ("all_reduce", "reduce_scatter") and dtype is not None else x.dtype
         return raw, x.new_zeros((), dtype=reduced).expand(shape)
 

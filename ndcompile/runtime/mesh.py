@@ -8,11 +8,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ndcompile.mesh import MeshError, MeshSpec
 from ndcompile.runtime import private
+from ndcompile.runtime.wires import wire_over
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,11 @@ class Mesh:
         if found is None:
             found = self._known[names] = self._ranks((names,) if isinstance(names, str) else names)
         return found
+
+    def by_copies(self, device: torch.device) -> Mesh:
+        """The same, with gathers and reduce-scatters of activations by copies (`wires.py`)."""
+        wires = {names: wire_over(group, device) for names, group in (self.groups or {}).items()}
+        return Mesh(self.spec, self.rank, wires, self._weight_groups)
 
     def for_weights(self, name: str) -> Ranks:
         """The ranks along an axis, with the group on which weights and their gradients move."""

@@ -22,34 +22,39 @@ TIMEOUT = 300.0
 
 
 class Peers:
-    """`views[rank]` is the memory of a rank, `size` bytes; all ranks of the world make it alike."""
+    """`views[rank]` is the memory of a rank of a group, `size` bytes; all its ranks make it alike."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.views, self._barrier = together(lambda: (_of_gpus if device.type == "cuda" else _mapped)(size, device))
+    def __init__(self, size: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        make = _of_gpus if device.type == "cuda" else _mapped
+        self.views, self._barrier = together(lambda: make(size, device, group), group)
 
     def barrier(self) -> None:
         """What any rank did before it (on its current stream), all ranks see after it."""
         self._barrier()
 
 
-def _of_gpus(size: int, device: torch.device) -> tuple[list[Tensor], Callable[[], None]]:
+def _of_gpus(
+    size: int, device: torch.device, group: dist.ProcessGroup | None
+) -> tuple[list[Tensor], Callable[[], None]]:
     try:
-        return private.symmetric_memory(size, device, TIMEOUT)
+        return private.symmetric_memory(size, device, group, TIMEOUT)
     except RuntimeError as error:
         raise _refusal("where torch cannot set it up", str(error).splitlines()[0]) from error
 
 
-def _mapped(size: int, device: torch.device) -> tuple[list[Tensor], Callable[[], None]]:
+def _mapped(
+    size: int, device: torch.device, group: dist.ProcessGroup | None
+) -> tuple[list[Tensor], Callable[[], None]]:
     """A file a rank; their names are gone when all ranks have mapped them."""
-    rank, ranks = dist.get_rank(), range(dist.get_world_size())
-    folder = Path(everyones(tempfile.mkdtemp(prefix="ndcompile-") if rank == 0 else None)[0])
+    rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
+    folder = Path(everyones(tempfile.mkdtemp(prefix="ndcompile-") if rank == 0 else None, group)[0])
     own = _map(folder / str(rank), size)
-    dist.barrier()
+    dist.barrier(group)
     views = [own if other == rank else _map(folder / str(other), size) for other in ranks]
-    dist.barrier()
+    dist.barrier(group)
     if rank == 0:
         shutil.rmtree(folder)
-    return views, dist.barrier
+    return views, lambda: dist.barrier(group)
 
 
 def _map(file: Path, size: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -218,6 +219,46 @@ def group_name(group: dist.ProcessGroup) -> str:
     return group.group_name
 
 
+def decomposition(op: Any) -> Callable[..., Any] | None:
+    """A function that does an op by others, where torch has one."""
+    from torch._decomp import get_decompositions
+
+    return get_decompositions([op]).get(op)
+
+
+def is_recording() -> bool:
+    """Whether the current stream's ops are recorded for a CUDA graph, and not done."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """The group that functional collectives find by a name."""
+    found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return found
+
+
+def name_group(name: str, group: dist.ProcessGroup) -> None:
+    """Let functional collectives find a group by one more name."""
+    torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
+
+
+class _Arrival(torch._C._distributed_c10d.Work):
+    """What `wait` waits for: the current stream does, for an event."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        super().__init__()
+        self._event = event
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._event.wait()
+        return True
+
+
+def arrives(x: Tensor, event: torch.cuda.Event) -> None:
+    """Let `wait` of `x` wait for an event."""
+    torch._C._distributed_c10d._register_work(x, _Arrival(event))
+
+
 def on_gpus() -> bool:
     """Whether the world's process group talks between GPUs."""
     return dist.is_initialized() and "nccl" in str(dist.get_backend())
@@ -235,19 +276,20 @@ def has_symmetric_memory() -> bool:
     return torch.cuda.is_available() and hasattr(torch._C._distributed_c10d, "_SymmetricMemory")
 
 
-def symmetric_memory(size: int, device: torch.device, seconds: float) -> tuple[list[Tensor], Callable[[], None]]:
-    """`size` bytes on every GPU of the world, as this one addresses them, by rank; and a barrier of all ranks' current
-    streams, which fails after so long. All ranks call it alike.
+def symmetric_memory(
+    size: int, device: torch.device, group: dist.ProcessGroup | None, seconds: float
+) -> tuple[list[Tensor], Callable[[], None]]:
+    """`size` bytes on every GPU of a group (the world's), as this one addresses them, by rank; and a barrier of all
+    ranks' current streams, which fails after so long. All ranks call it alike.
     """
     import torch.distributed._symmetric_memory as symmetric
 
-    assert dist.group.WORLD is not None, "the world has a process group"
+    group = group or dist.group.WORLD
+    assert group is not None, "the world has a process group"
     own = symmetric.empty(size, dtype=torch.uint8, device=device)
-    world: Any = group_name(dist.group.WORLD)
-    handle = symmetric.rendezvous(own, world)
+    handle = symmetric.rendezvous(own, group_name(group))  # type: ignore[arg-type]
     views = [
-        own if rank == dist.get_rank() else handle.get_buffer(rank, (size,), torch.uint8)
-        for rank in range(dist.get_world_size())
+        own if rank == group.rank() else handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())
     ]
     return views, lambda: handle.barrier(0, int(seconds * 1000))
 
@@ -354,9 +396,6 @@ COLLECTIVES = {
     "all_to_all": _ops.all_to_all_single.default,
 }
 """The op that starts each kind of collective."""
-
-STARTS = frozenset(COLLECTIVES.values())
-"""The same ops, as a set."""
 
 GROUPED_MM = _aten._grouped_mm.default
 

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from ndcompile.runtime import private
 from ndcompile.runtime.block import Root
 from ndcompile.runtime.weights import StaleWeights
+from ndcompile.runtime.wires import record
 
 WARM_UP = 3
 """Training steps that run as usual before one is recorded: they compile, and learn the order of weights."""
@@ -59,6 +60,7 @@ class Tape:
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._forward, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            record((state.mesh.groups or {}).values())
             with state.lane():
                 state.transport.record()
             with state.forward(leaves):  # parameters' own ends of a graph belong to the stream of an earlier step
@@ -70,6 +72,7 @@ class Tape:
         losses = [tensors[i] for i in self._scalars]
         self._cotangents = [torch.ones_like(x) for x in losses]
         with torch.cuda.graph(self._backward, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            record((state.mesh.groups or {}).values())
             found = torch.autograd.grad(losses, list(leaves.values()), self._cotangents, allow_unused=True)
             state.lane.join_all()
         self._gradients = [None if g is None else g.detach() for g in found]
@@ -92,6 +95,7 @@ class Tape:
         return tuple(private.version(p) for p in self._parameters)
 
     def forward(self) -> list[Tensor]:
+        self._leave_accumulated()
         self._forward.replay()
         self.number += 1
         return [x.clone() for x in self._results if isinstance(x, Tensor)]
@@ -101,7 +105,6 @@ class Tape:
         for place, i in zip(self._cotangents, self._scalars, strict=True):
             given = cotangents[i]
             place.zero_() if given is None else place.copy_(given)
-        self._leave_accumulated()
         self._backward.replay()
         return [
             None if g is None else private.distributed_like(g.detach(), p)
@@ -130,7 +133,7 @@ class Tape:
             )
 
     def _leave_accumulated(self) -> None:
-        """Gradients that were accumulated lie where the next ones are to be written: give them memory of their own."""
+        """Gradients that are to be added to lie in memory that forward and backward use again: give them their own."""
         for parameter, place in zip(self._parameters, self._gradients, strict=True):
             held = parameter.grad
             if held is not None and place is not None and _same_memory(held, place):

@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ndcompile.runtime import private
+from ndcompile.runtime.wires import STARTS
 
 aten = torch.ops.aten
 SAVABLE: Mapping[str, tuple[OpOverload, ...]] = {
@@ -18,7 +19,10 @@ SAVABLE: Mapping[str, tuple[OpOverload, ...]] = {
     "matmul": (aten.bmm.default, aten.baddbmm.default),
     "convolution": (aten.convolution.default,),
     "attention": tuple(forward for forward, _ in private.ATTENTION.values()),
-    **{name: (op,) for name, op in private.COLLECTIVES.items()},
+    **{
+        name: (op, *(other for kind, other in STARTS.items() if kind == name))
+        for name, op in private.COLLECTIVES.items()
+    },
 }
 """The names of results that may be saved, and the ATen ops that make them."""
 

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from ndcompile.runtime import private
+from ndcompile.runtime import private, wires
 
 _aten = torch.ops.aten
 PRODUCTS = frozenset(op.default for op in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm))
 """What takes long enough to cover something; attention's kernels are told by `private.ATTENTION`."""
+
+STARTS = frozenset({*private.COLLECTIVES.values(), *wires.STARTS.values()})
+"""What starts a collective."""
 
 
 def compile_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +46,7 @@ def keep_order(graph: fx.Graph) -> None:
     last: fx.Node | None = None
     since: list[fx.Node] = []
     for node in graph.nodes:
-        if node.target in private.STARTS:
+        if node.target in STARTS:
             if since:
                 after[node] = since
             last, since = node, []

@@ -8,8 +8,7 @@ moves, divided by that part, is the root of the sum of squares of what all numbe
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ndcompile.program import Program
+from ndcompile.runtime import private
 from ndcompile.verify.arithmetic import Domain, Float64, Op, base_name
 from ndcompile.verify.execute import on_one_device
 from ndcompile.verify.field import CONSTANTS, MOVES
@@ -32,54 +32,60 @@ STEPS_OF = frozenset("sgn sign floor ceil round trunc".split())
 """Ops whose floats are choices, as integers and booleans are."""
 
 
+SUBTRACTING = frozenset(
+    "native_layer_norm_backward native_group_norm_backward native_batch_norm_backward _fused_rms_norm_backward "
+    "_softmax_backward_data _log_softmax_backward_data".split()
+)
+"""Ops in which numbers cancel: they are done as the ops that they are made of."""
+
+
 class Shaken(Float64):
     """A domain in which each computed number is off by a random part of itself; whole numbers are taken to be exact.
 
-    What is chosen (integers, booleans) is noted: a run that chooses otherwise is of another function.
+    What is chosen (integers, booleans) is noted. Given the choices of another run, this one makes them too: where two
+    numbers are equal, another choice would be another function.
     """
 
     name = "float64, shaken"
 
-    def __init__(self, domain: Domain, part: float, seed: int) -> None:
+    def __init__(self, domain: Domain, part: float, seed: int, choices: Sequence[Tensor] | None = None) -> None:
         super().__init__(domain.seed, domain.device)
         self._domain, self._part = domain, part
         self._noise = torch.Generator().manual_seed(seed)
-        self.choices: list[int] = []
+        self._given = None if choices is None else iter(choices)
+        self.choices: list[Tensor] = []
 
     def run(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        made, name = self._domain.run(op, args, kwargs), base_name(op)
+        name = base_name(op)
+        if name in SUBTRACTING and (made_of := private.decomposition(op)) is not None:
+            with private.dispatched(self.run):
+                return made_of(*args, **kwargs)
+        made = self._domain.run(op, args, kwargs)
         if name in MOVES or name in CONSTANTS:
             return made
-        if name in STEPS_OF:
-            self._note(made)
-            return made
-        shaken = pytree.tree_map_only(Tensor, self._shaken, made)
-        return made.copy_(shaken) if op._schema.is_mutable and isinstance(made, Tensor) else shaken
+        changed = pytree.tree_map_only(Tensor, self._choice if name in STEPS_OF else self._shaken, made)
+        return made.copy_(changed) if op._schema.is_mutable and isinstance(made, Tensor) else changed
 
     def _shaken(self, x: Tensor) -> Tensor:
-        if not x.is_floating_point():
-            self._note(x)
-            return x
+        return self._off(x) if x.is_floating_point() else self._choice(x)
+
+    def _choice(self, x: Tensor) -> Tensor:
+        self.choices.append(x.detach().clone() if self._given is None else next(self._given))
+        return self.choices[-1]
+
+    def _off(self, x: Tensor) -> Tensor:
         off = x * self._part * torch.randn(x.shape, generator=self._noise, dtype=torch.float64).to(x.device)
         return torch.where((x == x.round()) | ~x.isfinite(), x, x + off.to(x.dtype))
 
-    def _note(self, x: Tensor) -> None:
-        self.choices.append(zlib.crc32(x.detach().cpu().resolve_conj().contiguous().numpy().tobytes()))
-
 
 def terms(run: Callable[[Domain], Mapping[str, Tensor]], domain: Domain) -> dict[str, float]:
-    """The size of what cancels in each tensor that `run` gives in a domain, by name: a norm, as is the tensor's own.
-
-    Nothing is known, and the dict is empty, where each shaken run makes another choice somewhere.
-    """
+    """The size of what cancels in each tensor that `run` gives in a domain, by name: a norm, as is the tensor's own."""
     still = Shaken(domain, 0.0, 0)
-    right, squares = run(still), list[dict[str, float]]()
-    for seed in range(RUNS):
-        shaken = Shaken(domain, PART, seed)
-        moved = run(shaken)
-        if shaken.choices == still.choices:
-            squares.append({name: (norm(moved[name] - x) / PART) ** 2 for name, x in right.items()})
-    return {name: (sum(found[name] for found in squares) / len(squares)) ** 0.5 for name in right if squares}
+    right = run(still)
+    moved = [run(Shaken(domain, PART, seed, still.choices)) for seed in range(RUNS)]
+    return {
+        name: (sum((norm(found[name] - x) / PART) ** 2 for found in moved) / RUNS) ** 0.5 for name, x in right.items()
+    }
 
 
 def terms_of(program: Program, sample: Sample, domain: Domain) -> dict[str, float]:

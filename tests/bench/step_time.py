@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 2 -m tests.bench.step_time --cases 'single,ndcompile:tp=2/remat="block"' --rounds 1
 
 Each case trains the same model on the same data with the same AdamW, compiled by region (`--no-compiled`: eager), in
-bfloat16 on float32 parameters, `--warmup` steps and then `--steps` timed ones. Rank 0 prints a JSON line for each case
+bfloat16 on float32 parameters, in each round `--warmup` steps and then `--steps` timed ones. A case is built once and
+stays: all of them must fit the GPU together. Rank 0 prints a JSON line for each case
 and round, with the median of its steps, and then a table: medians over rounds, and of the ratio to `single` in the same
 round the median and the quartiles. Hosts are noisy: only ratios of one round say something. A case that all ranks
 refuse prints its error, and the rest go on; a rank that fails alone ends the run.
@@ -45,44 +46,65 @@ def main(
     """Measure, print JSON lines, and a table of all rounds."""
     device = join(180.0)
     workload = WORKLOADS[model]()
-    rows = []
+    rows, made = list[Row](), [Case(name, workload, device, compiled) for name in cases.split(",")]
+    torch._dynamo.config.recompile_limit = 1 + 8 * len(made)  # cases of one model share its code
     for _ in range(rounds):
-        for case in cases.split(","):
-            row = dict(model=model, case=case, compiled=compiled) | timed(
-                case, workload, device, steps, warmup, compiled
-            )
-            tell(json.dumps(row))
-            rows.append(row)
+        for case in made:
+            rows.append(dict(model=model, case=case.name, compiled=compiled) | case.round(steps, warmup))
+            tell(json.dumps(rows[-1]))
     tell(table(rows, f"{model}, {workload.counted} a second and GPU, {rounds} rounds"))
     dist.destroy_process_group()
 
 
-def timed(case: str, workload: Workload, device: torch.device, steps: int, warmup: int, compiled: bool) -> Row:
-    """What one case measures, on every rank alike; or the error that every rank raised."""
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(device)
-    try:
-        begin = time.perf_counter()
-        way = make(case, workload, device, compiled)
-        train = Training(way)
+class Case:
+    """One case: it is built in its first round and kept for the others, so that rounds are short."""
+
+    def __init__(self, name: str, workload: Workload, device: torch.device, compiled: bool) -> None:
+        self.name, self._workload, self._device, self._compiled = name, workload, device, compiled
+        self._train: Training | None = None
+        self._told: Row = {}
+
+    def round(self, steps: int, warmup: int) -> Row:
+        """What it measures, on every rank alike; or the error that every rank raised."""
+        if "error" not in self._told:
+            try:
+                return self._round(steps, warmup)
+            except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+                self._told, self._train = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}, None
+        return self._told
+
+    def _round(self, steps: int, warmup: int) -> Row:
+        held, begin = self._allocated(), time.perf_counter()
+        is_first, train = self._train is None, self._train or self._made()
         losses, seconds = zip(*(train.step() for _ in range(warmup + steps)), strict=True)
-        first = time.perf_counter() - begin - sum(seconds[1:])
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-    finally:
-        torch._dynamo.reset()
-    median = statistics.median(seconds[warmup:])
-    count = workload.samples * workload.per_sample * way.batches[0] / dist.get_world_size()
-    peak = torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None
-    del way, train
+        if is_first:
+            self._train = train
+            first = time.perf_counter() - begin - sum(seconds[1:])
+            self._told = dict(gib=self._peak(held), first_loss=losses[0], first_s=round(first, 1))
+        median = statistics.median(seconds[warmup:])
+        count = self._workload.samples * self._workload.per_sample * train.batches / dist.get_world_size()
+        clean()
+        return dict(step_s=round(median, 5), per_s_gpu=round(count / median, 2), last_loss=losses[-1]) | self._told
+
+    def _made(self) -> Training:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return Training(make(self.name, self._workload, self._device, self._compiled))
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+    def _peak(self, before: int) -> float | None:
+        """GiB at the height of the first round, without what other cases hold."""
+        if self._device.type != "cuda":
+            return None
+        return round((torch.cuda.max_memory_allocated(self._device) - before) / 2**30, 2)
+
+
+def clean() -> None:
     gc.collect()
-    if cuda:
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return dict(
-        step_s=round(median, 5), per_s_gpu=round(count / median, 2), gib=None if peak is None else round(peak, 2),
-        first_loss=losses[0], last_loss=losses[-1], first_s=round(first, 1),
-    )  # fmt: skip
 
 
 def make(case: str, workload: Workload, device: torch.device, compiled: bool) -> Way:
@@ -99,6 +121,11 @@ class Training:
         self._way = way
         self._optimizer = torch.optim.AdamW(way.model.parameters(), lr=1e-4, fused=True)
         self._generator = torch.Generator(way.device).manual_seed(way.batches[1])
+
+    @property
+    def batches(self) -> int:
+        """How many batches all ranks together take in a step."""
+        return self._way.batches[0]
 
     def run(self) -> torch.Tensor:
         """One step, not waited for."""

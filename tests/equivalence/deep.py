@@ -112,6 +112,13 @@ class Skips(Stack):
         return x
 
 
+class Abreast(Stack):
+    """All layers take the same input, and their results are added."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return x + sum(layer(x) for layer in self.layers)
+
+
 class Collected(Stack):
     """All results are used at the end."""
 
@@ -181,6 +188,7 @@ DEEP: dict[str, Callable[[], nn.Module]] = {
     "alternating": Alternating,
     "called again": lambda: Again(layers(1)),
     "skips": lambda: Skips(layers(6)),
+    "abreast": lambda: Abreast(layers(4, Inner)),
     "collected": lambda: Collected(layers(4)),
     "numbered": Numbered,
     "counted": Counted,

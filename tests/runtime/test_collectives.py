@@ -68,8 +68,14 @@ def convert(name: str, x: Tensor, axis: Ranks, source: Placement, target: Placem
     return function(x, axis, *dims, **sizes)
 
 
-def both_sides(ranks: int, work: list[tuple]) -> list[tuple[Tensor, Tensor]]:
-    axis = Mesh.bound(MeshSpec.parse(f"tp={ranks}"))["tp"]
+def axis_of(ranks: int, copies: bool = False) -> Ranks:
+    """The only axis of a world; gathers and reduce-scatters over it by copies."""
+    mesh = Mesh.bound(MeshSpec.parse(f"tp={ranks}"))
+    return (mesh.by_copies(torch.device("cpu")) if copies else mesh)["tp"]
+
+
+def both_sides(ranks: int, work: list[tuple], copies: bool) -> list[tuple[Tensor, Tensor]]:
+    axis = axis_of(ranks, copies)
     results = []
     for name, source, target, shape, held, cotangents in work:
         x = held[axis.index].requires_grad_()
@@ -80,15 +86,16 @@ def both_sides(ranks: int, work: list[tuple]) -> list[tuple[Tensor, Tensor]]:
     return results
 
 
+@pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_each_conversion_keeps_the_value_and_the_gradient(ranks):
+def test_each_conversion_keeps_the_value_and_the_gradient(ranks, copies):
     torch.manual_seed(ranks)
     work, values = [], []
     for name, source, target, shape in cases(WHOLE):
         x, c = (torch.randint(-99, 99, shape).double() for _ in range(2))
         values.append((x, c))
         work.append((name, source, target, shape, spread(x, source, ranks), spread(c, target.dual, ranks)))
-    answers = run(ranks, both_sides, ranks, work)
+    answers = run(ranks, both_sides, ranks, work, copies)
     for i, ((name, source, target, shape, *_), (x, c)) in enumerate(zip(work, values, strict=True)):
         where = f"{name} {source} → {target} of {shape}"
         assert torch.equal(denoted([answer[i][0] for answer in answers], target), x), where
@@ -99,7 +106,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
 
 
 def payloads(ranks: int) -> list[Tensor]:
-    axis = Mesh.bound(MeshSpec.parse(f"tp={ranks}"))["tp"]
+    axis = axis_of(ranks)
     results = []
     for dtype in DTYPES:
         x = (torch.arange(8).view(4, 2) + axis.index).to(dtype)
@@ -126,7 +133,7 @@ def test_all_collectives_take_all_dtypes():
 
 def in_two_dtypes(ranks: int) -> list[Tensor]:
     """Sums of 256 and ones: bf16 cannot hold 257, so its dtype shows in 256 + 1 + 1 + 1 = 259 → 260."""
-    axis = Mesh.bound(MeshSpec.parse(f"tp={ranks}"))["tp"]
+    axis = axis_of(ranks)
     mine = torch.full((4,), 256.0 if axis.index == 0 else 1.0, dtype=torch.bfloat16)
     weight = torch.zeros(4, dtype=torch.bfloat16, requires_grad=True)
     replicate(weight, axis, dtype=torch.float32).backward(mine)
@@ -159,7 +166,7 @@ def block(x: Tensor, w: Tensor, axis: Ranks) -> Tensor:
 def compiled(ranks: int) -> tuple[list[Tensor | None], list[Tensor | None], int]:
     from torch._dynamo.testing import CompileCounter
 
-    axis = Mesh.bound(MeshSpec.parse(f"tp={ranks}"))["tp"]
+    axis = axis_of(ranks)
     counter = CompileCounter()
     torch.compile(block, backend=counter, fullgraph=True)(*_inputs(axis), axis)
     results = []

@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from ndcompile.mesh import MeshSpec
 from ndcompile.placement import Placement
-from ndcompile.runtime import collectives, in_halves, once, start
+from ndcompile.runtime import collectives, in_halves, once, start, wires
 from ndcompile.runtime.halves import Started, in_turn
-from ndcompile.runtime.mesh import Mesh, Ranks
+from ndcompile.runtime.mesh import Ranks
 from ndcompile.runtime.schedule import compile_options
 from tests.ranks import run
-from tests.runtime.test_collectives import cases, denoted, spread
+from tests.runtime.test_collectives import axis_of, cases, denoted, spread
 
 SHAPE = (4, 8, 12)
 
@@ -32,9 +31,9 @@ def dims_of(source: Placement, target: Placement) -> dict[str, Any]:
     return dict(zip(("source", "target") if len(dims) == 2 else ("dim",), dims, strict=False))
 
 
-def in_two(ranks: int, work: list[tuple]) -> list[tuple[Tensor, Tensor]]:
+def in_two(ranks: int, work: list[tuple], copies: bool) -> list[tuple[Tensor, Tensor]]:
     """Each conversion started, and another of the same between its start and its wait, in both directions."""
-    axis = Mesh.bound(MeshSpec.parse(f"tp={ranks}"))["tp"]
+    axis = axis_of(ranks, copies)
     results = []
     for name, source, target, held, cotangents in work:
         x, other = (held[axis.index].clone().requires_grad_() for _ in range(2))
@@ -48,15 +47,16 @@ def in_two(ranks: int, work: list[tuple]) -> list[tuple[Tensor, Tensor]]:
     return results
 
 
+@pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_each_conversion_that_is_started_keeps_the_value_and_the_gradient(ranks):
+def test_each_conversion_that_is_started_keeps_the_value_and_the_gradient(ranks, copies):
     torch.manual_seed(ranks)
     work, values = [], []
     for name, source, target, _ in cases([SHAPE]):
         x, c = (torch.randint(-99, 99, SHAPE).double() for _ in range(2))
         values.append((x, c))
         work.append((name, source, target, spread(x, source, ranks), spread(c, target.dual, ranks)))
-    answers = run(ranks, in_two, ranks, work)
+    answers = run(ranks, in_two, ranks, work, copies)
     for i, ((name, source, target, *_), (x, c)) in enumerate(zip(work, values, strict=True)):
         where = f"{name} {source} → {target}"
         assert torch.equal(denoted([answer[i][0] for answer in answers], target), x), where
@@ -65,7 +65,7 @@ def test_each_conversion_that_is_started_keeps_the_value_and_the_gradient(ranks)
 
 def in_low_precision(ranks: int) -> list[Tensor]:
     """Sums in float32, forward and in the gradient: bf16 has no 257, so 256 + 1 + 1 + 1 tells."""
-    axis = Mesh.bound(MeshSpec.parse(f"tp={ranks}"))["tp"]
+    axis = axis_of(ranks)
     mine = torch.full((4,), 256.0 if axis.index == 0 else 1.0, dtype=torch.bfloat16)
     part = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
     start(collectives.all_gather, part, axis, dim=0, dtype=torch.float32).wait().backward(mine)
@@ -176,18 +176,23 @@ def block(axis: Ranks):
 
 
 @contextmanager
-def two_ranks_without_the_other() -> Iterator[Ranks]:
+def two_ranks_without_the_other(copies: bool) -> Iterator[Ranks]:
     """Collectives that bring nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    nothing = {name: (lambda _, x, dim, f=f: f(x, dim, 2, "")) for name, f in FAKE.items()}
     try:
-        yield Mesh.bound(MeshSpec.parse("tp=2"))["tp"]
+        with patch.multiple(wires.Wire, **nothing):
+            yield axis_of(2, copies)
     finally:
         dist.destroy_process_group()
 
 
-def compiled_order(**options) -> list[str]:
+FAKE = {"gather": wires._gathered, "scatter": wires._scattered}
+
+
+def compiled_order(copies: bool, **options) -> list[str]:
     """What inductor writes for the block, forward and backward: products, starts and waits, kernels left empty."""
     from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
@@ -197,7 +202,7 @@ def compiled_order(**options) -> list[str]:
     w = Weights(*(torch.randn(shape, requires_grad=True) for shape in shapes))
     x, turned = torch.randn(4, 5, 8, requires_grad=True), torch.randn(10, 6)
     empty = patch("torch._inductor.async_compile.AsyncCompile.cpp_pybinding", lambda *_, **__: lambda *_: None)
-    with two_ranks_without_the_other() as axis, config.patch(force_disable_caches=True), empty:
+    with two_ranks_without_the_other(copies) as axis, config.patch(force_disable_caches=True), empty:
         compute = torch.compile(block(axis), fullgraph=True, **options)
         _, codes = run_and_get_code(lambda: compute(w, x, turned).sum().backward())
         torch.compiler.reset()
@@ -210,13 +215,16 @@ def _events(code: str) -> Iterator[str]:
             yield "mm"
         elif found := re.search(r"= torch\.ops\._c10d_functional\.(all_gather|reduce_scatter)", line):
             yield found[1]
+        elif found := re.search(r"= torch\.ops\.ndcompile\.(gather|scatter)_by_copies", line):
+            yield {"gather": "all_gather", "scatter": "reduce_scatter"}[found[1]]
         elif line.strip().startswith("torch.ops._c10d_functional.wait_tensor"):
             yield "wait"
 
 
 @pytest.mark.full
-def test_in_compiled_code_one_half_computes_while_the_other_travels():
-    forward, backward = compiled_order(**compile_options({}))
+@pytest.mark.parametrize("copies", [False, True])
+def test_in_compiled_code_one_half_computes_while_the_other_travels(copies):
+    forward, backward = compiled_order(copies, **compile_options({}))
     expected = (
         "all_gather wait mm mm "  # the first half, up to its second product; nothing covers its gather
         "all_gather mm reduce_scatter wait mm mm "  # the second's gather beside the first's last product, and so on

@@ -5,9 +5,9 @@ What streams and a GPU's allocator do is not in it: `tests/gpu/recorded.py` is f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 import ndcompile as nd
 from ndcompile.mesh import MeshSpec
 from ndcompile.runtime import StaleWeights, private
+from ndcompile.runtime.peers import Peers
 from ndcompile.runtime.recorded import RecordedError
 from ndcompile.verify.arithmetic import namespace
 from tests.claims import assert_same_gradients
@@ -29,42 +30,68 @@ STEPS = 6
 
 
 class Graph:
-    """Ops with their operands and results, done again by `replay`."""
+    """Ops with their operands and results, done again by `replay`.
+
+    Graphs of one pool share memory: while one is replayed, another's results are overwritten.
+    """
+
+    of_the_pool: ClassVar[list[Graph]] = []
+    recording: ClassVar[Graph | None] = None
 
     def __init__(self) -> None:
-        self.ops: list[tuple[Any, Any, Any, Any]] = []
+        self.ops: list[Callable[[], None]] = []
+        self.own: list[Tensor] = []
+        self.of_the_pool.append(self)
 
     def note(self, op: Any, args: Any, kwargs: Any) -> Any:
         result = op(*args, **kwargs)
-        self.ops.append((op, args, kwargs, result))
+        if op.is_view or op._schema.is_mutable:
+            self.ops.append(lambda: op(*args, **kwargs))
+            return result
+        places = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        given = {private.storage_id(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        self.own += [x for x in places if x.is_floating_point() and private.storage_id(x) not in given]
+
+        def again() -> None:
+            values = [x for x in pytree.tree_leaves(op(*args, **kwargs)) if isinstance(x, Tensor)]
+            for place, value in zip(places, values, strict=True):
+                value = private.wait(value) if namespace(op) == "_c10d_functional" else value
+                if place.data_ptr() != value.data_ptr():
+                    place.copy_(value)
+
+        self.ops.append(again)
         return result
 
     @torch.no_grad()
     def replay(self) -> None:
-        for op, args, kwargs, before in self.ops:
-            now = op(*args, **kwargs)
-            if not op.is_view and not op._schema.is_mutable:
-                for place, value in zip(pytree.tree_leaves(before), pytree.tree_leaves(now), strict=True):
-                    self._put(op, place, value)
-
-    def _put(self, op: Any, place: Any, value: Any) -> None:
-        if isinstance(place, Tensor):
-            value = private.wait(value) if namespace(op) == "_c10d_functional" else value
-            if place.data_ptr() != value.data_ptr():
-                place.copy_(value)
-        elif namespace(op) == "c10d":
-            value.wait()  # a barrier of copies
+        if self is self.of_the_pool[0]:  # a forward; what it made is there for the backward after it
+            for other in self.of_the_pool[1:]:
+                for x in other.own:
+                    x.fill_(torch.nan)
+        for op in self.ops:
+            op()
 
 
 @contextmanager
 def capture(graph: Graph, **_: object) -> Iterator[None]:
+    Graph.recording = graph
     with private.dispatched(graph.note):
         yield
+    Graph.recording = None
+
+
+def barrier(peers: Peers) -> None:
+    peers._barrier()
+    if Graph.recording is not None:
+        Graph.recording.ops.append(peers._barrier)
 
 
 def simulated(patch: pytest.MonkeyPatch) -> None:
+    Graph.of_the_pool.clear()
+    patch.setattr(Peers, "barrier", barrier)
     patch.setattr(torch.cuda, "graph", capture)
     patch.setattr(torch.cuda, "CUDAGraph", Graph)
+    patch.setattr(private, "is_recording", lambda: Graph.recording is not None)
     for name in ("synchronize", "graph_pool_handle", "Stream"):
         patch.setattr(torch.cuda, name, lambda *_: None)
 
@@ -74,15 +101,15 @@ def mine(mesh: str, roll: int = 0) -> dict[str, Tensor]:
     return {name: x.roll(roll, 1) for name, x in rows.items()}
 
 
-def recorded(mesh: str) -> nd.ParallelModule:
-    parallel = nd.parallelize(seeded(Stack, depth=2).double(), mesh, tokens(), float64=True)
+def recorded(mesh: str, transport: str = "nccl") -> nd.ParallelModule:
+    parallel = nd.parallelize(seeded(Stack, depth=2).double(), mesh, tokens(), float64=True, transport=transport)
     parallel.record()
     return parallel
 
 
-def trains_as_one_device(mesh: str) -> None:
+def trains_as_one_device(mesh: str, transport: str) -> None:
     """Other values in each step; the last one adds its gradients to those of the one before."""
-    model, parallel = seeded(Stack, depth=2).double(), recorded(mesh)
+    model, parallel = seeded(Stack, depth=2).double(), recorded(mesh, transport)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, parallel)]
     for step in range(STEPS):
         (expected := model(**{n: x.roll(step, 1) for n, x in tokens().items()})["loss"]).backward()
@@ -124,8 +151,10 @@ def refuses(mesh: str) -> None:
 
 def all_claims(mesh: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        for transport in ("nccl", "symmetric"):
+            simulated(patch)
+            trains_as_one_device(mesh, transport)
         simulated(patch)
-        trains_as_one_device(mesh)
         refuses(mesh)
 
 

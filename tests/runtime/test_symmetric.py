@@ -225,7 +225,7 @@ def evaluation(both: Run) -> None:
     both.step()
 
 
-TWO = ["dp_replicate=2", "dp_shard=2", "cp=2"]
+TWO = ["dp_replicate=2", "dp_shard=2", "cp=2", "tp=2"]
 MORE = [
     pytest.param(mesh, marks=pytest.mark.full) for mesh in ("dp_shard=2, cp=2", "dp_shard=4", "dp_replicate=2, tp=2")
 ]

@@ -66,13 +66,30 @@ def test_terms_are_the_root_of_the_sum_of_squares() -> None:
     assert found["left"] == pytest.approx(p * (1 + 4**2 + 1) ** 0.5, rel=0.1)
 
 
-def test_nothing_is_known_where_each_run_chooses_otherwise() -> None:
-    equal = torch.full((64,), 1 / 3, dtype=torch.float64)
+def test_shaken_runs_choose_as_the_one_that_is_not_shaken() -> None:
+    """Of equal numbers the largest is any, once they are shaken."""
+    equal, factors = torch.full((64,), 1 / 3, dtype=torch.float64), torch.arange(64.0, dtype=torch.float64)
 
     def run(domain: Domain) -> dict[str, Tensor]:
-        return run_one(domain, lambda: {"largest": (equal * equal)[(equal * equal).argmax()]})
+        return run_one(domain, lambda: {"of the largest": (equal * factors)[(equal * equal).argmax()]})
 
-    assert terms(run, Float64(0)) == {}
+    assert terms(run, Float64(0)) == {"of the largest": 0.0}
+
+
+def test_what_cancels_inside_of_an_op_counts() -> None:
+    """A group of one element is its mean, and its gradient the difference of two that are larger by 1 / √eps."""
+    x, gradient = (torch.rand(8, 1, 1, generator=torch.Generator().manual_seed(i)).double() for i in range(2))
+
+    def run(domain: Domain) -> dict[str, Tensor]:
+        backward = torch.ops.aten.native_group_norm_backward.default
+        mean, scale = x.view(8, 1), torch.full((8, 1), 1e-5, dtype=torch.float64).rsqrt()
+
+        def alone() -> dict[str, Tensor]:
+            return {"of x": backward(gradient, x, mean, scale, None, 8, 1, 1, 1, [True, False, False])[0]}
+
+        return run_one(domain, alone)
+
+    assert terms(run, Float64(0))["of x"] > 1e5**0.5 * float(gradient.norm())
 
 
 def test_whole_numbers_are_exact() -> None:
