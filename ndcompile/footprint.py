@@ -28,7 +28,8 @@ from ndcompile.pipeline import copied
 from ndcompile.program import Program
 from ndcompile.remat import ROOT, Kept, Policy, saved_by
 from ndcompile.request import check_option
-from ndcompile.runtime import Bucket, Mesh, Root, private
+from ndcompile.runtime import Bucket, Mesh, Root, private, wires
+from ndcompile.runtime.mesh import grouped
 from ndcompile.runtime.peers import Peers
 from ndcompile.runtime.symmetric import Symmetric
 from ndcompile.runtime.transport import Collectives
@@ -53,7 +54,7 @@ class Memory:
     activations: int
     """What forward leaves for backward, weights aside."""
     symmetric: int
-    """Memory that all ranks of the host address, for `transport="symmetric"`: there from the start."""
+    """Memory that all ranks of a group address, for `transport="symmetric"`: it stays."""
     peak: int
     """The most at one time, of all these and of what lives for a moment only."""
 
@@ -80,7 +81,8 @@ def memory(
     `transport` is `parallelize`'s.
     """
     check_option("transport", transport, TRANSPORTS)
-    text, mesh = _text(program, remat, reshard_after_forward), Mesh(program.mesh)
+    text, taken = _text(program, remat, reshard_after_forward), _Wires()
+    mesh = taken.over(program) if transport == "symmetric" else Mesh(program.mesh)
     ledger, manifest = Ledger(), program.manifest
     parameters = {
         name: torch.empty(
@@ -102,7 +104,7 @@ def memory(
     with torch.no_grad(), on_gpu():
         root(*inputs)  # the first call learns what later ones gather ahead
     gathered = _Gathered.watching(root)
-    with ledger.counting(), on_gpu():
+    with ledger.counting(), private.dispatched(taken.note), on_gpu():
         loss = _loss(root(*inputs))
         kept = ledger.now - before
         weights = gathered.alive()
@@ -110,8 +112,9 @@ def memory(
             loss.backward()
             del loss
     gradients = {private.storage_id(g): rounded(g.untyped_storage().nbytes()) for g in _gradients(trained)}
-    shared = copies.size if copies else 0
-    return Memory(held, sum(gradients.values()), states, gathered.most, kept - weights, shared, ledger.most)
+    shared = taken.size + (copies.size if copies else 0)
+    most = ledger.most + taken.size  # which the first step has taken
+    return Memory(held, sum(gradients.values()), states, gathered.most, kept - weights, shared, most)
 
 
 @dataclass(frozen=True)
@@ -219,6 +222,30 @@ class _Copies(Symmetric):
         memory = torch.empty(self.size, dtype=torch.uint8, device=device)
         self._ledger.add(memory)
         self._peers = _NoPeers(memory, self.mesh.spec.world_size)
+
+
+class _Wires:
+    """The wires on which activations travel by copies: what each takes for the largest exchange that it has seen."""
+
+    def __init__(self) -> None:
+        self._slots: dict[str, int] = {}
+
+    def over(self, program: Program) -> Mesh:
+        """A mesh that is not bound, with a wire in place of each group."""
+        axes = grouped(program.mesh, program.manifest.flattened)
+        return Mesh(program.mesh, groups={names: wires.PREFIX + ",".join(names) for names in axes})
+
+    def note(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for kind, start in wires.STARTS.items():
+            if op is start:
+                x, _, ranks, group = args
+                self._slots[group] = max(self._slots.get(group, 0), wires.paged(wires.room(kind, x, ranks)))
+        return op(*args, **kwargs)
+
+    @property
+    def size(self) -> int:
+        """Bytes on each rank."""
+        return wires.SLOTS * sum(self._slots.values())
 
 
 class _NoPeers(Peers):

@@ -61,6 +61,17 @@ def start_reduce_scatter(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     return found
 
 
+def room(kind: str, x: Tensor, ranks: int) -> int:
+    """The bytes of a slot in which a rank has what it sends in such an exchange."""
+    sent = x.numel() * x.itemsize
+    return sent if kind == "all_gather" else sent // ranks * (ranks - 1)
+
+
+def paged(size: int) -> int:
+    """The bytes that a slot takes where so many are needed."""
+    return -(-size // PAGE) * PAGE
+
+
 def record(groups: Iterable[str]) -> None:
     """What is recorded from now on finds all slots of these wires free each time that it is done."""
     for group in groups:
@@ -86,7 +97,7 @@ class Wire:
         """`[…, n, …] → […, ranks · n, …]`, in rank order along `dim`; to be waited for."""
         part = x.shape[dim]
         whole = x.new_empty(_along(x.shape, dim, part * self._count))
-        slots = self._next(x.numel() * x.itemsize)
+        slots = self._next(room("all_gather", x, self._count))
         for place in (_view(slots[self._own], x.shape, x.dtype), whole.narrow(dim, self._own * part, part)):
             place.copy_(x)
         with self._beside():
@@ -98,7 +109,7 @@ class Wire:
         """`[…, ranks · n, …] → […, n, …]`, this rank's part of the sum; to be waited for."""
         parts = x.chunk(self._count, dim)
         shape, size = parts[0].shape, parts[0].numel() * x.itemsize
-        slots = self._next(size * (self._count - 1))
+        slots = self._next(room("reduce_scatter", x, self._count))
         for rank in self._others():
             _view(slots[self._own][self._area(self._own, rank) * size :], shape, x.dtype).copy_(parts[rank])
         total = parts[self._own].clone(memory_format=torch.contiguous_format)
@@ -150,7 +161,7 @@ class Wire:
             if private.is_recording():
                 raise RuntimeError("a recorded step sends larger tensors than the steps before it")
             torch.cuda.synchronize(self._device)
-        self._size = -(-size // PAGE) * PAGE
+        self._size = paged(size)
         self._peers = Peers(SLOTS * self._size, self._device, self.group)
         self._met.clear()
 
