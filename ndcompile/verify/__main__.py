@@ -134,7 +134,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--delays", type=int, default=2, help="runs with random delays around collectives")
     parser.add_argument("--halves", action="store_true", help="blocks compute two halves of a batch in turn")
-    parser.add_argument("--transport", choices=TRANSPORTS, default="nccl", help="how weights and gradients travel")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="nccl", help="how tensors travel between ranks")
     parser.add_argument("--cuda-graph", action="store_true", help="steps are replayed from a CUDA graph, on GPUs")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a rank waits for another")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also append the report to FILE, as one line")

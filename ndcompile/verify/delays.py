@@ -11,14 +11,18 @@ from typing import Any
 
 import torch
 
-from ndcompile.runtime import private, symmetric
+from ndcompile.runtime import private, symmetric, wires
+from ndcompile.runtime.peers import Peers
 from ndcompile.verify.arithmetic import namespace
 
 LONGEST = 0.003
 """Seconds of one delay at most."""
 
-COPYING: tuple[tuple[Any, str], ...] = ((symmetric, "copy"), (symmetric.Symmetric, "barrier"))
-"""What stands in the place of collectives where weights and gradients travel by copies."""
+COPYING: tuple[tuple[Any, str], ...] = (
+    (symmetric, "copy"), (symmetric.Symmetric, "barrier"), (Peers, "barrier"), (wires.Wire, "gather"),
+    (wires.Wire, "scatter"),
+)  # fmt: skip
+"""What stands in the place of collectives where tensors travel by copies."""
 
 
 @contextmanager

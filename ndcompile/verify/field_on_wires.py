@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ndcompile.program import Program
 from ndcompile.runtime import Mesh, private
 from ndcompile.runtime.symmetric import Symmetric
+from ndcompile.runtime.wires import by_copies, start_all_gather, start_reduce_scatter
 from ndcompile.verify import rings
 from ndcompile.verify.arithmetic import PRIME, Field, NotInDomain, ZeroDenominator, base_name, namespace
 from ndcompile.verify.compare import Comparison, compare
@@ -57,8 +58,8 @@ class Wires:
         values = value if isinstance(value, (list, tuple)) else [value]
         reduction = options[0] if single(base_name(op)) in ("all_reduce", "reduce_scatter_tensor") else None
         if reduction is None or not values[0].is_floating_point():
-            return op(value, *options, group)
-        started = op(value if reduction == "sum" else self.field.order(value), *options, group)
+            return _sent(op, value, options, group)
+        started = _sent(op, value if reduction == "sum" else self.field.order(value), options, group)
         for x in started if isinstance(started, (list, tuple)) else [started]:
             self._arrived[private.storage_id(x)] = self._residue if reduction == "sum" else self._element
         return started
@@ -81,6 +82,15 @@ class Wires:
         """The element at a place of the order; infinities are its ends."""
         elements = self.field.elements_in_order()
         return torch.where(place.isfinite(), elements[place.nan_to_num(0, 0, 0).long()], place)
+
+
+def _sent(op: Any, value: Any, options: list[Any], group: str) -> Any:
+    """By copies where the mesh's own gathers and sums go so; ranks' parts are along dim 0, as of a collective."""
+    if by_copies(group) and base_name(op) == "all_gather_into_tensor":
+        return start_all_gather(value, 0, options[0], group)
+    if by_copies(group) and base_name(op) == "reduce_scatter_tensor" and options[0] == "sum":
+        return start_reduce_scatter(value, 0, options[1], group)
+    return op(value, *options, group)
 
 
 class Unseen(Symmetric):

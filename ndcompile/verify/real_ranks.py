@@ -339,7 +339,7 @@ def claims_of(ranks: OnRanks, right: References, how: str, delays: int, backend:
 def report(ranks: OnRanks, claims: Sequence[Claim]) -> Report:
     sizes = ", ".join(f"{name} {list(x.shape)}" for name, x in ranks._tensors().items())
     place, job = f"{dist.get_world_size()} ranks over {dist.get_backend()} on {ranks.device.type}", ranks.job
-    how = ['weights and gradients by transport="symmetric"'] if job.transport == "symmetric" else []
+    how = ['tensors travel by transport="symmetric"'] if job.transport == "symmetric" else []
     how += [f"steps are replayed from a CUDA graph, after {WARM_UP} others"] if job.cuda_graph else []
     return Report(
         f"{ranks.program.manifest.model} on {ranks.mesh}",

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ndcompile import bind
 from ndcompile.errors import CompileError
 from ndcompile.runtime import symmetric
+from ndcompile.runtime.peers import Peers
 from ndcompile.runtime.symmetric import Symmetric
+from ndcompile.runtime.wires import Wire
 from ndcompile.verify import real_ranks
 from ndcompile.verify.real_ranks import Job, OnRanks, References, claims_of, report, verify_on_ranks
 from ndcompile.verify.report import Claim, Report
@@ -52,7 +55,7 @@ def bugs_are_seen(mesh: str, precision: str) -> dict[str, list[Claim]]:
     program = job.compiled(mesh)
     here, right = OnRanks(job, program), References.of(job, program)
     found = {"right": [here.payloads(), here.in_the_field(), *claims_of(here, right, "eager", 1)]}
-    assert 'weights and gradients by transport="symmetric"' in str(report(here, found["right"]))
+    assert 'tensors travel by transport="symmetric"' in str(report(here, found["right"]))
     planted: dict[str, Callable[[], AbstractContextManager[None]]] = {
         name: lambda site=site: without(site, set())  # type: ignore[misc]
         for name, site in barriers(here, right).items()
@@ -100,6 +103,43 @@ def test_integers_and_the_field_go_by_copies() -> None:
     assert ranks.run(2, copies_of_zeros, "dp_shard=2", timeout=120) == [[False, False]] * 2
 
 
+gather = Wire.gather
+
+
+def turned(wire: Wire, x: Tensor, dim: int) -> Tensor:
+    """In another order of ranks."""
+    return gather(wire, x, dim).roll(x.shape[dim], dim)
+
+
+RACES: tuple[tuple[type, str, Callable[..., object]], ...] = (
+    (Wire, "_after", lambda wire, turn: 0),
+    (Peers, "barrier", lambda peers: None),
+)
+"""One slot, and no barrier."""
+
+
+def bugs_of_wires_are_seen(mesh: str) -> list[list[bool | None]]:
+    torch.set_num_threads(1)
+    job = Job.of(*stack_and_tokens(), "float64", 2, torch.device("cpu"), transport="symmetric")
+    here = OnRanks(job, job.compiled(mesh))
+    right = References.of(job, here.program)
+    found = [here.payloads(), here.in_the_field(), *claims_of(here, right, "eager", 1)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Wire, "gather", turned)
+        exact = [here.payloads(), here.in_the_field()]
+    delayed = []
+    for bug in RACES:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(*bug)
+            delayed.append(here.delays(right, RUNS, "eager"))
+    return [[claim.held for claim in claims] for claims in (found, exact, delayed)]
+
+
+def test_wires_pass_and_each_bug_in_them_is_seen() -> None:
+    for found in ranks.run(2, bugs_of_wires_are_seen, "tp=2", timeout=200):
+        assert found == [[True] * 4, [False, False], [False, False]]
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 PLANTED = """
@@ -130,7 +170,7 @@ def test_the_command_sees_a_bug_in_copies(model: str, status: int, tmp_path: Pat
     arguments = ("--mesh", "dp_shard=2", "--precision", "float64", "--transport", "symmetric", "--delays", str(RUNS))
     statuses, out, errors = start(tmp_path, f"planted:{model}", *arguments)
     assert statuses == [status] * 2, out + errors
-    assert 'weights and gradients by transport="symmetric"' in out
+    assert 'tensors travel by transport="symmetric"' in out
     assert "FAILED" not in out if status == 0 else "with delays" in out
 
 
