@@ -239,7 +239,8 @@ class _Wires:
         for kind, start in wires.STARTS.items():
             if op is start:
                 x, _, ranks, group = args
-                self._slots[group] = max(self._slots.get(group, 0), wires.paged(wires.room(kind, x, ranks)))
+                size = wires.paged(wires.room(kind, x.shape, x.dtype, ranks))
+                self._slots[group] = max(self._slots.get(group, 0), size)
         return op(*args, **kwargs)
 
     @property

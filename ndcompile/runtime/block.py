@@ -185,13 +185,13 @@ class Root:
                 self._state.buffers[name].copy_(value)
 
     @classmethod
-    def compile(cls, **options: Any) -> None:
-        """Put `torch.compile(…, **options)` around every pure function, once for all equal blocks."""
+    def compile(cls, copies: bool, **options: Any) -> None:
+        """Put `torch.compile(…, **options)` around every pure function, once for all equal blocks. `copies` tells that
+        activations are exchanged so."""
         for owner in {cls, *cls.blocks.values()}:
             for name, function in list(vars(owner).items()):
                 if isinstance(function, staticmethod):
-                    halved = hasattr(function.__func__, "halved")
-                    given = compile_options(options) if halved else options
+                    given = compile_options(options, hasattr(function.__func__, "halved"), copies)
                     setattr(owner, name, staticmethod(torch.compile(function.__func__, **given)))
 
 

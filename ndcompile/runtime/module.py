@@ -20,6 +20,7 @@ from ndcompile.runtime.manifest import InputPlan, Manifest
 from ndcompile.runtime.mesh import Mesh
 from ndcompile.runtime.random import draw_key
 from ndcompile.runtime.recorded import Recorder
+from ndcompile.runtime.wires import by_copies
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -67,7 +68,11 @@ class ParallelModule(nn.Module):
         self._compile_options = options
         self._recorder = None  # what it has recorded is not compiled
         for root, _ in self._programs.values():
-            type(root).compile(**options)
+            type(root).compile(self._by_copies, **options)
+
+    @property
+    def _by_copies(self) -> bool:
+        return any(by_copies(group) for group in (self._mesh.groups or {}).values())
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -123,7 +128,7 @@ class ParallelModule(nn.Module):
         if self.training not in self._programs:
             found = self._make(self.training)
             if self._compile_options is not None:
-                type(found[0]).compile(**self._compile_options)
+                type(found[0]).compile(self._by_copies, **self._compile_options)
             self._programs[self.training] = found
         return self._programs[self.training]
 

@@ -398,6 +398,15 @@ COLLECTIVES = {
 """The op that starts each kind of collective."""
 
 GROUPED_MM = _aten._grouped_mm.default
+WAIT = _ops.wait_tensor.default
+
+
+def fake_mode_of(values: Any) -> AbstractContextManager[Any]:
+    """The mode in which ops are done on fake tensors, of which there are some among nested values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._pytree import tree_leaves
+
+    return next(x for x in tree_leaves(values) if isinstance(x, FakeTensor)).fake_mode
 
 
 def in_this_order(graph: fx.Graph, after: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
@@ -408,9 +417,11 @@ def in_this_order(graph: fx.Graph, after: Mapping[fx.Node, Sequence[fx.Node]]) -
     preserve_node_ordering(graph, {node: OrderedSet(others) for node, others in after.items()})
 
 
-def inductor_options(mode: str | None, run: Callable[[fx.Graph], None], file: str) -> dict[str, Any]:
-    """Inductor's options of a mode, with `run` as its last pass over a graph, after which nothing is put in another
-    order to save memory. What inductor keeps depends on the text of `file`.
+def inductor_options(
+    mode: str | None, run: Callable[[fx.Graph], None], file: str, in_order: bool = True
+) -> dict[str, Any]:
+    """Inductor's options of a mode, with `run` as its last pass over a graph, after which (`in_order`) nothing is put
+    in another order to save memory. What inductor keeps depends on the text of `file`.
     """
     from torch._inductor import list_mode_options
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -422,7 +433,9 @@ def inductor_options(mode: str | None, run: Callable[[fx.Graph], None], file: st
         def uuid(self) -> Any:
             return get_hash_for_files((file,))
 
-    own = {"post_grad_custom_post_pass": Pass(), "reorder_for_peak_memory": False}
+    own: dict[str, Any] = {"post_grad_custom_post_pass": Pass()}
+    if in_order:
+        own["reorder_for_peak_memory"] = False
     return {**(list_mode_options(mode) if mode else {}), **own}
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ndcompile.runtime import private, wires
+from ndcompile.runtime import overlap, private, wires
+from ndcompile.runtime.overlap import join_products
 
 _aten = torch.ops.aten
 PRODUCTS = frozenset(op.default for op in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm))
@@ -23,19 +24,25 @@ STARTS = frozenset({*private.COLLECTIVES.values(), *wires.STARTS.values()})
 """What starts a collective."""
 
 
-def compile_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `torch.compile` for a block in halves: the user's, and for inductor the order that is kept."""
-    if given.get("backend", "inductor") != "inductor":
+def compile_options(given: Mapping[str, Any], halved: bool, copies: bool) -> dict[str, Any]:
+    """The options of `torch.compile` for a function: the user's, and for inductor, where the function is `halved`, the
+    order that is kept; where it exchanges by `copies`, what products do meanwhile.
+    """
+    if given.get("backend", "inductor") != "inductor" or not (halved or copies):
         return dict(given)
     options, mode = given.get("options") or {}, given.get("mode")
     if options and mode:
         return dict(given)  # torch says that it takes one of them
-    own = private.inductor_options(mode, keep_order, __file__)
+    if halved:
+        own, what = private.inductor_options(mode, keep_order, __file__), "halves=True"
+    else:
+        own = private.inductor_options(mode, join_products, overlap.__file__, in_order=False)
+        what = "transport='symmetric'"
     if taken := sorted(own.keys() & options.keys()):
         raise ValueError(
-            f"compile(options={{'{taken[0]}': …}}) of a model that was compiled with halves=True\n"
-            f"  why  it decides in which order a block's ops run, which halves depend on\n"
-            f"  try  compile without it, or halves=False"
+            f"compile(options={{'{taken[0]}': …}}) of a model with {what}\n"
+            f"  why  {what} sets it, to decide what runs while a collective travels\n"
+            f"  try  compile without it, or the model without {what}"
         )
     return {**{k: v for k, v in given.items() if k != "mode"}, "options": {**own, **options}}
 

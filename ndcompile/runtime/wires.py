@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -61,9 +61,9 @@ def start_reduce_scatter(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     return found
 
 
-def room(kind: str, x: Tensor, ranks: int) -> int:
-    """The bytes of a slot in which a rank has what it sends in such an exchange."""
-    sent = x.numel() * x.itemsize
+def room(kind: str, shape: Sequence[int], dtype: torch.dtype, ranks: int) -> int:
+    """The bytes of a slot in which a rank has what it sends in such an exchange of a tensor of this shape."""
+    sent = math.prod(shape) * dtype.itemsize
     return sent if kind == "all_gather" else sent // ranks * (ranks - 1)
 
 
@@ -95,28 +95,39 @@ class Wire:
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """`[…, n, …] → […, ranks · n, …]`, in rank order along `dim`; to be waited for."""
-        part = x.shape[dim]
-        whole = x.new_empty(_along(x.shape, dim, part * self._count))
-        slots = self._next(room("all_gather", x, self._count))
-        for place in (_view(slots[self._own], x.shape, x.dtype), whole.narrow(dim, self._own * part, part)):
-            place.copy_(x)
-        with self._beside():
-            for rank in self._others():
-                _take(whole.narrow(dim, rank * part, part), _view(slots[rank], x.shape, x.dtype), dim)
-        return self._on_its_way(whole)
+        return self._on_its_way(self._gathered(x, dim)[0])
+
+    def gather_and_multiply(
+        self, x: Tensor, dim: int, factors: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """The whole `[…, ranks · n, …, k]`, and its products with factors `[k, m]`: own rows while others come."""
+        whole, marks = self._gathered(x, dim)
+        products = [x.new_empty((*whole.shape[:-1], factor.shape[1])) for factor in factors]
+        for rank in (self._own, *self._others()):
+            self._lane.join(marks.get(rank))
+            for product, factor, bias in zip(products, factors, biases, strict=True):
+                _multiply(self._part(product, dim, rank), self._part(whole, dim, rank), factor, dim, bias)
+        return [whole, *products]
 
     def scatter(self, x: Tensor, dim: int) -> Tensor:
         """`[…, ranks · n, …] → […, n, …]`, this rank's part of the sum; to be waited for."""
-        parts = x.chunk(self._count, dim)
-        shape, size = parts[0].shape, parts[0].numel() * x.itemsize
-        slots = self._next(room("reduce_scatter", x, self._count))
-        for rank in self._others():
-            _view(slots[self._own][self._area(self._own, rank) * size :], shape, x.dtype).copy_(parts[rank])
-        total = parts[self._own].clone(memory_format=torch.contiguous_format)
-        with self._beside():
-            sent = [_view(slots[rank][self._area(rank, self._own) * size :], shape, x.dtype) for rank in self._others()]
-            total = _sum(total, [torch.empty_like(total).copy_(x) for x in sent])
-        return self._on_its_way(total)
+
+        def put(to: Tensor, rank: int) -> None:
+            to.copy_(self._part(x, dim, rank))
+
+        return self._scattered(put, x.shape, dim, x)
+
+    def multiply_and_scatter(
+        self, rows: Sequence[Tensor], factors: Sequence[Tensor], bias: Tensor | None, shape: Sequence[int], dim: int
+    ) -> Tensor:
+        """The same of the sum of products `[N, k] @ [k, m]`, which is of this shape: the others' rows come first."""
+        wholes = [x.reshape(*shape[:-1], x.shape[-1]) for x in rows]
+
+        def put(to: Tensor, rank: int) -> None:
+            for number, (whole, factor) in enumerate(zip(wholes, factors, strict=True)):
+                _multiply(to, self._part(whole, dim, rank), factor, dim, to if number else bias)
+
+        return self._scattered(put, shape, dim, wholes[0])
 
     def record(self) -> None:
         self._is_recorded = True
@@ -134,9 +145,41 @@ class Wire:
         """From the next rank on, so that not all turn to the same one."""
         return [(self._own + 1 + i) % self._count for i in range(self._count - 1)]
 
-    def _area(self, sender: int, receiver: int) -> int:
-        """Where in the sender's slot the receiver's part lies."""
-        return (receiver - sender - 1) % self._count
+    def _gathered(self, x: Tensor, dim: int) -> tuple[Tensor, dict[int, torch.cuda.Event | None]]:
+        """The whole, of which own parts are there, and by rank when theirs are."""
+        whole = x.new_empty(_along(x.shape, dim, x.shape[dim] * self._count))
+        slots = self._next(room("all_gather", x.shape, x.dtype, self._count))
+        for place in (_view(slots[self._own], x.shape, x.dtype), self._part(whole, dim, self._own)):
+            place.copy_(x)
+        marks = {}
+        with self._beside():
+            for rank in self._others():
+                _take(self._part(whole, dim, rank), _view(slots[rank], x.shape, x.dtype), dim)
+                marks[rank] = self._lane.mark()
+        return whole, marks
+
+    def _scattered(self, put: Callable[[Tensor, int], None], shape: Sequence[int], dim: int, like: Tensor) -> Tensor:
+        """The sum of what all ranks `put` for this one, of which own parts are put while those of others travel."""
+        slots = self._next(room("reduce_scatter", shape, like.dtype, self._count))
+        shape = _along(shape, dim, shape[dim] // self._count)
+        size = math.prod(shape) * like.itemsize
+
+        def area(sender: int, receiver: int) -> Tensor:
+            return _view(slots[sender][(receiver - sender - 1) % self._count * size :], shape, like.dtype)
+
+        for rank in self._others():
+            put(area(self._own, rank), rank)
+        with self._beside():
+            taken = [like.new_empty(shape).copy_(area(rank, self._own)) for rank in self._others()]
+        put(total := like.new_empty(shape), self._own)
+        with self._lane():
+            total = _sum(total, taken)
+        return self._on_its_way(total)
+
+    def _part(self, whole: Tensor, dim: int, rank: int) -> Tensor:
+        """What a rank has of a whole."""
+        part = whole.shape[dim] // self._count
+        return whole.narrow(dim, rank * part, part)
 
     def _next(self, size: int) -> Sequence[Tensor]:
         """The next slot of each rank, with room for so many bytes; what lay in it has been taken."""
@@ -201,6 +244,19 @@ def _sum(own: Tensor, others: Sequence[Tensor]) -> Tensor:
     return total.to(own.dtype)
 
 
+def _multiply(to: Tensor, rows: Tensor, factor: Tensor, dim: int, more: Tensor | None) -> None:
+    """`to = rows @ factor (+ more)` for parts along `dim` of wholes: of several pieces, by one batched product."""
+    lead = math.prod(to.shape[:dim])
+    to, rows = (x.view(lead, -1, x.shape[-1]) for x in (to, rows))
+    if more is not None:
+        more = more.view(to.shape) if more.dim() > 1 else more
+        torch.baddbmm(more, rows, factor.expand(lead, -1, -1), out=to)
+    elif lead == 1:
+        torch.mm(rows[0], factor, out=to[0])
+    else:
+        torch.bmm(rows, factor.expand(lead, -1, -1), out=to)
+
+
 def _view(memory: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
@@ -212,6 +268,13 @@ def _along(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 _library = torch.library.Library("ndcompile", "FRAGMENT")
 _library.define("gather_by_copies(Tensor x, int dim, int ranks, str group) -> Tensor")
 _library.define("scatter_by_copies(Tensor x, int dim, int ranks, str group) -> Tensor")
+_library.define(
+    "gather_and_multiply(Tensor x, int dim, int ranks, str group, Tensor[] factors, Tensor?[] biases) -> Tensor[]"
+)
+_library.define(
+    "multiply_and_scatter(Tensor[] rows, Tensor[] factors, Tensor? bias, int[] shape, int dim, int ranks, str group)"
+    " -> Tensor"
+)
 _ops = torch.ops.ndcompile
 
 
@@ -225,6 +288,20 @@ def _scatter(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     return _wires[group].scatter(x, dim)
 
 
+@torch.library.impl(_library, "gather_and_multiply", "CompositeExplicitAutograd")
+def _gather_and_multiply(
+    x: Tensor, dim: int, ranks: int, group: str, factors: list[Tensor], biases: list[Tensor | None]
+) -> list[Tensor]:
+    return _wires[group].gather_and_multiply(x, dim, factors, biases)
+
+
+@torch.library.impl(_library, "multiply_and_scatter", "CompositeExplicitAutograd")
+def _multiply_and_scatter(
+    rows: list[Tensor], factors: list[Tensor], bias: Tensor | None, shape: list[int], dim: int, ranks: int, group: str
+) -> Tensor:
+    return _wires[group].multiply_and_scatter(rows, factors, bias, shape, dim)
+
+
 @torch.library.register_fake("ndcompile::gather_by_copies", lib=_library)
 def _gathered(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     return x.new_empty(_along(x.shape, dim, x.shape[dim] * ranks))
@@ -235,5 +312,21 @@ def _scattered(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     return x.new_empty(_along(x.shape, dim, x.shape[dim] // ranks))
 
 
+@torch.library.register_fake("ndcompile::gather_and_multiply", lib=_library)
+def _gathered_and_multiplied(
+    x: Tensor, dim: int, ranks: int, group: str, factors: list[Tensor], biases: list[Tensor | None]
+) -> list[Tensor]:
+    whole = _gathered(x, dim, ranks, group)
+    return [whole, *(whole.new_empty((*whole.shape[:-1], factor.shape[1])) for factor in factors)]
+
+
+@torch.library.register_fake("ndcompile::multiply_and_scatter", lib=_library)
+def _multiplied_and_scattered(
+    rows: list[Tensor], factors: list[Tensor], bias: Tensor | None, shape: list[int], dim: int, ranks: int, group: str
+) -> Tensor:
+    return rows[0].new_empty(_along(shape, dim, shape[dim] // ranks))
+
+
+GATHER_AND_MULTIPLY, MULTIPLY_AND_SCATTER = _ops.gather_and_multiply.default, _ops.multiply_and_scatter.default
 STARTS = {"all_gather": _ops.gather_by_copies.default, "reduce_scatter": _ops.scatter_by_copies.default}
 """The ops that start each kind of exchange."""

@@ -224,7 +224,7 @@ def _events(code: str) -> Iterator[str]:
 @pytest.mark.full
 @pytest.mark.parametrize("copies", [False, True])
 def test_in_compiled_code_one_half_computes_while_the_other_travels(copies):
-    forward, backward = compiled_order(copies, **compile_options({}))
+    forward, backward = compiled_order(copies, **compile_options({}, halved=True, copies=copies))
     expected = (
         "all_gather wait mm mm "  # the first half, up to its second product; nothing covers its gather
         "all_gather mm reduce_scatter wait mm mm "  # the second's gather beside the first's last product, and so on
@@ -239,7 +239,7 @@ def test_in_compiled_code_one_half_computes_while_the_other_travels(copies):
 
 
 def test_an_order_of_the_users_own_is_refused_and_another_compiler_has_none():
-    assert compile_options({"backend": "aot_eager"}) == {"backend": "aot_eager"}
-    with pytest.raises(ValueError, match="of a model that was compiled with halves=True\n  why"):
-        compile_options({"options": {"reorder_for_peak_memory": True}})
-    assert compile_options({"mode": "max-autotune"})["options"]["max_autotune"] is True
+    assert compile_options({"backend": "aot_eager"}, True, False) == {"backend": "aot_eager"}
+    with pytest.raises(ValueError, match="of a model with halves=True\n  why"):
+        compile_options({"options": {"reorder_for_peak_memory": True}}, True, False)
+    assert compile_options({"mode": "max-autotune"}, True, False)["options"]["max_autotune"] is True
