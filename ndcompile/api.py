@@ -146,7 +146,7 @@ def parallelize(
     """
     bind.join_world()
     if cuda_graph:
-        together(_require_recordable)
+        together(require_recordable)
     model = model if loss_fn is None else together(lambda: with_loss(model, loss_fn))
     check_option("init", init, ("check", "broadcast"))
     check_option("transport", transport, bind.TRANSPORTS)
@@ -176,7 +176,8 @@ def parallelize(
     return module
 
 
-def _require_recordable() -> None:
+def require_recordable() -> None:
+    """Raise where a step cannot be recorded as a CUDA graph."""
     if bind.own_device().type != "cuda":
         raise CompileError(
             "cuda_graph=True, and this rank has no GPU of its own",

@@ -119,14 +119,18 @@ def _bind(
     def make(training: bool) -> tuple[Root, Manifest]:
         text, plan = (source, manifest) if training == manifest.training else other(training)
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-        carried = Symmetric(mesh) if transport == "symmetric" else Collectives()
-        return execute(text, plan, mesh, parameters, buffers, transport=carried), plan
+        return execute(text, plan, mesh, parameters, buffers, transport=transport_of(transport, mesh)), plan
 
     module = class_for(signature)(mesh, device_mesh, make)
     _fill(module, model, manifest, placed, buffers)
     module.train(manifest.training)
     module._program()
     return module
+
+
+def transport_of(name: str, mesh: Mesh) -> Transport:
+    """One of `TRANSPORTS`, for one program."""
+    return Symmetric(mesh) if name == "symmetric" else Collectives()
 
 
 def _require_transport(transport: str, device: torch.device) -> None:

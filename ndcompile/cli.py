@@ -69,6 +69,7 @@ def inspect(
     reshard: Annotated[bool, typer.Option(help="Give gathered weights back after forward.")] = True,
     halves: Annotated[bool, typer.Option("--halves", help="Two halves of a batch in turn, on tp.")] = False,
     at: Annotated[str, typer.Option(help="Sizes at which memory is told, for example 'b=4, s=8192'.")] = "",
+    transport: Annotated[str, typer.Option(help="Whose memory is told: nccl or symmetric.")] = "nccl",
 ) -> None:
     """Show what a model becomes on a mesh, without running it: collectives, parameters on a rank, its memory, who
     reduces which gradient, source.
@@ -77,7 +78,7 @@ def inspect(
         made, example_inputs = load_model(model)
         saved = remat if remat in (None, "none", "block") else tuple(remat.replace(" ", "").split(","))
         program = nd.compile(made, mesh, example_inputs, remat=saved, reshard_after_forward=reshard, halves=halves)
-        memory = memory_table(program, _sizes(at))
+        memory = memory_table(program, _sizes(at), transport)
     console.print(collectives_table(program))
     console.print(parameters_table(program))
     console.print(memory)

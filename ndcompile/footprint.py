@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from ndcompile.bind import execute
+from ndcompile.bind import TRANSPORTS, execute
 from ndcompile.codegen.emit import emit
 from ndcompile.cost import NOMINAL
 from ndcompile.errors import CompileError
@@ -27,7 +27,12 @@ from ndcompile.passes.mark_recomputed import made_in, mark_recomputed
 from ndcompile.pipeline import copied
 from ndcompile.program import Program
 from ndcompile.remat import ROOT, Kept, Policy, saved_by
-from ndcompile.runtime import Bucket, Mesh, Root, private
+from ndcompile.request import check_option
+from ndcompile.runtime import Bucket, Mesh, Root, private, wires
+from ndcompile.runtime.mesh import grouped
+from ndcompile.runtime.peers import Peers
+from ndcompile.runtime.symmetric import Symmetric
+from ndcompile.runtime.transport import Collectives
 
 ADAMW = 2
 """Tensors of a parameter's size that AdamW keeps."""
@@ -48,11 +53,17 @@ class Memory:
     """Gathered weights, the most at once in forward."""
     activations: int
     """What forward leaves for backward, weights aside."""
+    symmetric: int
+    """Memory that all ranks of a group address, for `transport="symmetric"`: it stays."""
     peak: int
     """The most at one time, of all these and of what lives for a moment only."""
 
+    def rows(self) -> dict[str, int]:
+        """The parts by name; of symmetric memory only where a transport takes some."""
+        return {name: size for name, size in vars(self).items() if size or name != "symmetric"}
+
     def __str__(self) -> str:
-        return "\n".join(f"{name:<12}{amount(size):>12}" for name, size in vars(self).items())
+        return "\n".join(f"{name:<12}{amount(size):>12}" for name, size in self.rows().items())
 
 
 def memory(
@@ -61,26 +72,29 @@ def memory(
     *,
     remat: Policy | None = None,
     reshard_after_forward: bool | None = None,
-    rank: int = 0,
+    transport: str = "nccl",
 ) -> Memory:
-    """What a training step needs of a rank's memory. Nothing runs, and nothing is allocated.
+    """What a training step needs of rank 0's memory, which has the largest parts. Nothing runs, nothing is allocated.
 
     `sizes` are those of the symbols, by default the nominal ones: `b` of a data-parallel rank's batch, `s` of the whole
     sequence. `remat` and `reshard_after_forward` ask about another choice than the program's, for all blocks alike.
-
+    `transport` is `parallelize`'s.
     """
-    text = _text(program, remat, reshard_after_forward)
+    check_option("transport", transport, TRANSPORTS)
+    text, taken = _text(program, remat, reshard_after_forward), _Wires()
+    mesh = taken.over(program) if transport == "symmetric" else Mesh(program.mesh)
     ledger, manifest = Ledger(), program.manifest
     parameters = {
         name: torch.empty(
-            plan.local_shape(program.mesh, rank), dtype=plan.dtype, device="meta",
+            plan.local_shape(program.mesh, mesh.rank), dtype=plan.dtype, device="meta",
             requires_grad=manifest.parameters[name].requires_grad,
         )
         for name, plan in program.parameters.items()
     }  # fmt: skip
     trained = [p for p in parameters.values() if p.requires_grad]
-    buffers, inputs = _given(program, sizes or {}, rank)
-    root = execute(text, manifest, Mesh(program.mesh, rank), parameters, buffers)
+    buffers, inputs = _given(program, sizes or {})
+    copies = _Copies(mesh, ledger) if transport == "symmetric" else None
+    root = execute(text, manifest, mesh, parameters, buffers, transport=copies or Collectives())
     held = sum(ledger.add(p) for p in parameters.values())
     states = ADAMW * sum(rounded(p.untyped_storage().nbytes()) for p in trained)
     ledger.hold(states)
@@ -90,7 +104,7 @@ def memory(
     with torch.no_grad(), on_gpu():
         root(*inputs)  # the first call learns what later ones gather ahead
     gathered = _Gathered.watching(root)
-    with ledger.counting(), on_gpu():
+    with ledger.counting(), private.dispatched(taken.note), on_gpu():
         loss = _loss(root(*inputs))
         kept = ledger.now - before
         weights = gathered.alive()
@@ -98,7 +112,9 @@ def memory(
             loss.backward()
             del loss
     gradients = {private.storage_id(g): rounded(g.untyped_storage().nbytes()) for g in _gradients(trained)}
-    return Memory(held, sum(gradients.values()), states, gathered.most, kept - weights, ledger.most)
+    shared = taken.size + (copies.size if copies else 0)
+    most = ledger.most + taken.size  # which the first step has taken
+    return Memory(held, sum(gradients.values()), states, gathered.most, kept - weights, shared, most)
 
 
 @dataclass(frozen=True)
@@ -110,9 +126,9 @@ class Choice:
     memory: Memory
 
 
-def choices(program: Program, sizes: Mapping[str, int] | None = None) -> list[Choice]:
+def choices(program: Program, sizes: Mapping[str, int] | None = None, transport: str = "nccl") -> list[Choice]:
     """The program as it is, and what it would need with each choice for all its blocks."""
-    own = memory(program, sizes)
+    own = memory(program, sizes, transport=transport)
     found = [Choice("as compiled", "", own)]
     saved = tuple(name for name in ("linear", "attention") if name in made_in(program.folded))
     policies: dict[str, Policy] = {"nothing": "none"}
@@ -122,7 +138,7 @@ def choices(program: Program, sizes: Mapping[str, int] | None = None) -> list[Ch
     for title, policy in policies.items():
         for reshard in (True, False) if own.gathered else (True,):
             weights = "" if not own.gathered else "gathered again" if reshard else "kept"
-            asked = memory(program, sizes, remat=policy, reshard_after_forward=reshard)
+            asked = memory(program, sizes, remat=policy, reshard_after_forward=reshard, transport=transport)
             found.append(Choice(title, weights, asked))
     return found
 
@@ -144,7 +160,7 @@ def blocks_of(program: Program) -> list[str]:
     return list(dict.fromkeys(n.meta["block"] for n in program.folded.graph.nodes if n.meta.get("block")))
 
 
-def _given(program: Program, sizes: Mapping[str, int], rank: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+def _given(program: Program, sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Buffers and constants, and a rank's part of each input, without memory."""
     nodes = {n.meta["name"]: n for n in program.folded.graph.find_nodes(op="placeholder")}
     held = [node for node in nodes.values() if node.meta["role"] in ("buffer", "constant")]
@@ -193,6 +209,54 @@ def _loss(results: Sequence[Any]) -> Tensor | None:
 
 def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
+
+
+class _Copies(Symmetric):
+    """Copies on one tensor without memory, which stands for that of every rank and is counted once."""
+
+    def __init__(self, mesh: Mesh, ledger: Ledger) -> None:
+        super().__init__(mesh)
+        self._ledger = ledger
+
+    def open(self, device: torch.device) -> None:
+        memory = torch.empty(self.size, dtype=torch.uint8, device=device)
+        self._ledger.add(memory)
+        self._peers = _NoPeers(memory, self.mesh.spec.world_size)
+
+
+class _Wires:
+    """The wires on which activations travel by copies: what each takes for the largest exchange that it has seen."""
+
+    def __init__(self) -> None:
+        self._slots: dict[str, int] = {}
+
+    def over(self, program: Program) -> Mesh:
+        """A mesh that is not bound, with a wire in place of each group."""
+        axes = grouped(program.mesh, program.manifest.flattened)
+        return Mesh(program.mesh, groups={names: wires.PREFIX + ",".join(names) for names in axes})
+
+    def note(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for kind, start in wires.STARTS.items():
+            if op is start:
+                x, _, ranks, group = args
+                size = wires.paged(wires.room(kind, x.shape, x.dtype, ranks))
+                self._slots[group] = max(self._slots.get(group, 0), size)
+        return op(*args, **kwargs)
+
+    @property
+    def size(self) -> int:
+        """Bytes on each rank."""
+        return wires.SLOTS * sum(self._slots.values())
+
+
+class _NoPeers(Peers):
+    """Nobody is there to be waited for."""
+
+    def __init__(self, memory: Tensor, ranks: int) -> None:
+        self.views = [memory] * ranks
+
+    def barrier(self) -> None:
+        pass
 
 
 class _Gathered:

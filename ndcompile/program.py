@@ -160,12 +160,13 @@ class Program:
         *,
         remat: Policy | None = None,
         reshard_after_forward: bool | None = None,
+        transport: str = "nccl",
     ) -> Memory:
         """What a training step needs of rank 0's memory, in bytes; nothing runs, and nothing is allocated.
 
         `sizes` are those of the symbols, by default the nominal ones of `ndcompile.cost`: `b` of a data-parallel rank's
         batch, `s` of the whole sequence. `remat` and `reshard_after_forward` ask about another choice than the
-        program's, for all blocks alike.
+        program's, for all blocks alike; `transport` is `parallelize`'s, of which "symmetric" takes memory of its own.
 
         >>> import ndcompile as nd
         >>> program = nd.compile(torch.nn.Linear(4, 6), "dp_shard=2", torch.randn(2, 4))
@@ -174,7 +175,9 @@ class Program:
         """
         from ndcompile.footprint import memory
 
-        return memory(self, sizes, remat=remat, reshard_after_forward=reshard_after_forward)
+        return memory(
+            self, sizes, remat=remat, reshard_after_forward=reshard_after_forward, transport=transport
+        )  # fmt: skip
 
     def one_device(self, model: torch.nn.Module) -> Reference:
         """The reference graph as a module on one device, with the model's own parameters: what is compared against."""

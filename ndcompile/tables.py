@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 
 from rich.console import Console
 from rich.syntax import Syntax
@@ -13,7 +12,7 @@ from rich.table import Table
 
 from ndcompile.cost import NOMINAL
 from ndcompile.duties import Duties
-from ndcompile.footprint import Memory, choices
+from ndcompile.footprint import choices
 from ndcompile.listing import Collective, amount, collectives_rows, nominal_sizes
 from ndcompile.program import Program
 
@@ -59,15 +58,16 @@ def parameters_table(program: Program) -> Table:
     return table
 
 
-def memory_table(program: Program, sizes: Mapping[str, int]) -> Table:
+def memory_table(program: Program, sizes: Mapping[str, int], transport: str = "nccl") -> Table:
     """What a training step needs of a rank, as the program is, and with other choices of what is recomputed."""
+    found = choices(program, sizes, transport)
     told = ", ".join(f"{name} = {size}" for name, size in {**NOMINAL, **sizes}.items())
     caption = f"eager, at {told}; b is a rank's batch; optimizer: AdamW; activations: kept from forward to backward"
     table = Table(title="memory of one rank in a training step", caption=caption)
-    for name in ("recomputed", "weights", *(field.name for field in fields(Memory))):
+    for name in ("recomputed", "weights", *found[0].memory.rows()):
         table.add_column(name, justify="left" if name in ("recomputed", "weights") else "right")
-    for choice in choices(program, sizes):
-        numbers = [amount(size) for size in vars(choice.memory).values()]
+    for choice in found:
+        numbers = [amount(size) for size in choice.memory.rows().values()]
         table.add_row(choice.recomputed, choice.weights, *numbers)
     return table
 

@@ -65,6 +65,13 @@ def test_inspect_tells_memory_for_each_choice(ndcompile: Callable[..., Result]):
     rows = [line for line in done.stdout.splitlines() if line.startswith("│ ") and line.count("│") == 9]
     choices = ["as compiled", *("nothing", "all but", "blocks")]
     assert all(any(choice in row for row in rows) for choice in choices), done.stdout
+    assert "symmetric" not in done.stdout
+
+
+def test_inspect_tells_what_copies_need(ndcompile: Callable[..., Result]):
+    done = ndcompile("inspect", "tests.models:stack_and_tokens", "--mesh", "dp_shard=2", "--transport", "symmetric")
+    assert done.exit_code == 0, done.output
+    assert any("symmetric" in line and "┃" in line for line in done.stdout.splitlines()), done.stdout
 
 
 @pytest.mark.parametrize(
@@ -73,6 +80,7 @@ def test_inspect_tells_memory_for_each_choice(ndcompile: Callable[..., Result]):
         (("inspect", "my_models:mlp", "--mesh", "tpp=2"), "unknown axis 'tpp'"),
         (("inspect", "my_models:mlp", "--mesh", "tp=2", "--at", "b=x"), "'b' has no size"),
         (("inspect", "my_models:mlp", "--mesh", "tp=2", "--at", "q=2"), "no input of the model has a size 'q'"),
+        (("inspect", "my_models:mlp", "--mesh", "tp=2", "--transport", "fax"), "transport='fax' is no option"),
         (("inspect", "my_models:mlp", "--mesh", "tp=2", "--halves"), "halves=True, and the model has no blocks"),
         (("verify", "my_models:mlp", "--mesh", "dp_shard=2", "--halves"), "which has no axis 'tp'"),
         (("inspect", "my_models:none", "--mesh", "tp=2"), "cannot find 'my_models:none'"),

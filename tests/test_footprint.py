@@ -20,10 +20,17 @@ from torch.autograd.graph import saved_tensors_hooks
 import ndcompile as nd
 from ndcompile import ledger
 from ndcompile.axes import data_axes
-from ndcompile.ledger import Ledger
+from ndcompile.ledger import Ledger, rounded
+from ndcompile.mesh import MeshSpec
 from ndcompile.program import Program
-from ndcompile.runtime import private
+from ndcompile.runtime import private, wires
+from ndcompile.runtime.agreement import everyones
+from ndcompile.runtime.peers import Peers
+from ndcompile.runtime.symmetric import Symmetric
 from tests import ranks
+from tests.equivalence.compare import own_rows
+from tests.models import seeded, tokens
+from tests.runtime.test_symmetric import Odd
 
 SAVED = ("linear", "attention")
 
@@ -72,11 +79,13 @@ class Case:
     mesh: str
     remat: str | tuple[str, ...] = "none"
     reshard: bool = True
+    transport: str = "nccl"
 
 
 CASES = {
     2: [
         Case("Llama", "dp_shard=2"),
+        Case("Llama", "dp_replicate=2", "block", transport="symmetric"),
         Case("Llama", "cp=2", "block"),
         Case("ViT", "dp_shard=2", reshard=False),
     ],
@@ -137,9 +146,10 @@ def measured(case: Case) -> Measured:
     program = nd.compile(model, case.mesh, batch, **options)
     with tempfile.TemporaryDirectory() as folder:
         program.save(Path(folder) / "program.py")
-        parallel, mine = nd.load(Path(folder) / "program.py", model), own(program, batch)
+        parallel = nd.load(Path(folder) / "program.py", model, transport=case.transport)
+    mine = own(program, batch)
     own_batch = {"b": len(next(iter(mine.values())))}
-    told = program.memory({**sizes, **own_batch})
+    told = program.memory({**sizes, **own_batch}, transport=case.transport)
     parallel(**mine)["loss"].backward()
     parallel.zero_grad()
     gc.collect()
@@ -187,3 +197,72 @@ def test_what_is_told_is_what_a_running_rank_keeps_and_needs(world_size: int, ca
         if found.case.remat != SAVED:  # results that are saved by name are in a cache, and not saved by autograd
             assert abs(found.saved - told["activations"]) <= slack, found
         assert abs(found.peak - (told["peak"] - told["optimizer"])) <= 0.1 * found.peak, found
+
+
+# ---- memory that all ranks address -----------------------------------------------------------------------------------
+
+COPIED = {
+    2: ["dp_shard=2", "dp_replicate=2", "tp=2"],
+    4: ["dp_shard=4", "dp_replicate=4", "dp_replicate=2, dp_shard=2", "dp_shard=2, tp=2"],
+}
+PRECISIONS = [None, nd.Precision(torch.bfloat16, torch.float32), nd.Precision(torch.float32, torch.bfloat16)]
+
+
+def odd() -> nn.Module:
+    """No mesh divides its lengths, and parts differ by more than what they are rounded up by."""
+    return seeded(Odd, 33, 61)
+
+
+def own_sizes(mesh: MeshSpec) -> dict[str, int]:
+    return {"b": 4 // mesh.size(*data_axes(mesh)), "s": 8}
+
+
+def take(programs: list[tuple[str, Path]]) -> tuple[list[list[int]], list[list[int]]]:
+    """The bytes that ranks have after a step, and those that each asks for weights by itself: by rank, by program."""
+    asked, taken, opened = list[int](), list[int](), Symmetric.open
+    wires.PAGE = 1
+
+    def noting(memory: Symmetric, device: torch.device) -> None:
+        asked.append(memory.size)
+        opened(memory, device)
+        taken.append(_bytes(memory._peers))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Symmetric, "open", noting)
+        for mesh, file in programs:
+            for wire in wires._wires.values():  # programs on one group share it
+                wire._size, wire._peers = 0, None
+            parallel = nd.load(file, odd(), transport="symmetric")
+            parallel(**own_rows(tokens(), MeshSpec.parse(mesh), dist.get_rank()))["loss"].backward()
+            taken[-1] += sum(_bytes(wire._peers) for wire in wires._wires.values())
+    return everyones(taken), everyones(asked)
+
+
+def _bytes(peers: Peers | None) -> int:
+    return 0 if peers is None else peers.views[0].numel()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_symmetric_memory_is_told_to_the_byte(world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wires, "PAGE", 1)
+    told: dict[tuple[str, Path], int] = {}
+    for mesh in COPIED[world_size]:
+        for number, precision in enumerate(PRECISIONS):
+            program = nd.compile(odd(), mesh, tokens(), precision=precision)
+            program.save(file := tmp_path / f"{mesh} {number}.py")
+            told[mesh, file] = program.memory(own_sizes(program.mesh), transport="symmetric").symmetric
+    taken, asked = ranks.run(world_size, take, list(told))[0]
+    assert taken == [list(told.values())] * world_size
+    assert len(set(told.values())) > len(COPIED[world_size]), "precision counts"
+    if world_size == 4:
+        assert len(set(map(tuple, asked))) > 1, "some ranks would take less than rank 0 by themselves"
+
+
+def test_symmetric_memory_is_in_the_peak_and_has_a_row() -> None:
+    program = nd.compile(odd(), "dp_shard=2", tokens())
+    plain, copied = (program.memory({"b": 2, "s": 8}, transport=way) for way in ("nccl", "symmetric"))
+    assert plain.symmetric == 0 and "symmetric" not in plain.rows() and "symmetric" not in str(plain)
+    assert copied.rows() == vars(copied)
+    assert 0.5 * copied.symmetric <= copied.peak - plain.peak <= rounded(copied.symmetric), "less what collectives need"
+    with pytest.raises(nd.CompileError, match="transport='copies' is no option"):
+        program.memory(transport="copies")

@@ -24,8 +24,9 @@ from ndcompile.codegen.names import (
 from ndcompile.codegen.ops import KEEPS_NAME, Writer
 from ndcompile.codegen.segments import Loop, Segment, batch_dim, segments, statements
 from ndcompile.codegen.sizes import SizeFacts, SizeNames, axis_name
-from ndcompile.codegen.wrap import indented, wrapped
-from ndcompile.fold import inside
+from ndcompile.codegen.symbols import Symbols, ways
+from ndcompile.codegen.weights import bucket_comments, weight_lines, weight_names
+from ndcompile.codegen.wrap import commented, indented, wrapped
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import COLLECTIVES, I, R
 from ndcompile.rules.registry import model_results, op_name, operands, signature, updates
@@ -58,7 +59,7 @@ class _Emitter:
     def __init__(self, graph: fx.GraphModule, mesh: MeshSpec, names: Names, title: str) -> None:
         self.graph, self.mesh, self.names, self.title = graph, mesh, names, title
         self.sizes = SizeNames(mesh, names.config)
-        self.symbols = _symbols(graph)
+        self.symbols = Symbols(graph, mesh)
         ops = [n for n in graph.graph.nodes if n.op == "call_function" and "shape" in n.meta]
         plain = [n for n in ops if "move" not in n.meta and op_name(n.target) not in UNSIGNED]
         self.sizes.learn(graph, {n: signature(n) for n in plain})
@@ -106,11 +107,11 @@ class _Emitter:
             blocks = [block for s in self.segments if s.kind == segment.kind for block in s.blocks]
             functions = [self._function(part) for part in segment.parts]
             lines += ["", "", f"class {name}(Block):  # {block_range(blocks)}", "    weights = dict("]
-            lines += self._weights(segment, "        ")
+            lines += weight_lines(segment, self.mesh, "        ")
             lines += ["    )", ""]
             given, body = self._block_forward(segment)
             lines += [f"    def forward(self{', ' + given if given else ''}):"]
-            lines += [f"        # {text}" for text in self._bucket_comments(segment)]
+            lines += [f"        # {text}" for text in bucket_comments(segment, self.mesh)]
             lines += [f"        with self.gathered({'reshard=False' if segment.gathered else ''}) as w:"]
             lines += indented(body, 12)
             for part, (parameters, inner, result) in zip(segment.parts, functions, strict=True):
@@ -187,67 +188,11 @@ class _Emitter:
             self.class_names[segment.kind] = name
         return self.class_names[segment.kind]
 
-    def _weights(self, segment: Segment, margin: str) -> list[str]:
-        lines = []
-        for entry, name in zip(segment.entries, self._entry_names(segment), strict=True):
-            own = inside(entry.parameter, segment.block)
-            path = entry.parameter[len(segment.block) + 1 :] if own else "/" + entry.parameter
-            arguments = [f'"{path}"']
-            gather = {
-                m.meta["move"].axes[0]: m.kwargs["dim"]
-                for m in reversed(entry.moves)  # the minor axis of a dim is gathered first
-                if op_name(m.target) == "runtime.all_gather"
-            }
-            reduce = [m.meta["move"].axes[0] for m in entry.moves if op_name(m.target) == "runtime.replicate"]
-            arguments += [f"gather={gather!r}".replace("'", '"')] if gather else []
-            arguments += [f"reduce={tuple(reduce)!r}".replace("'", '"')] if reduce else []
-            used = entry.node.meta["layout"].without(a for a in self.mesh.names if entry.node.meta["layout"].on(a) == R)
-            lines.append(_commented(f"{margin}{name}=weight({', '.join(arguments)}),", str(used)))
-        return lines
-
-    def _entry_names(self, segment: Segment) -> list[str]:
-        """The shortest distinct tails of the parameters' paths, without `.weight`."""
-        names: list[str] = []
-        for entry in segment.entries:
-            parts = re.sub(r"\.weight$", "", entry.parameter).split(".")
-            if parts == [entry.parameter] and entry.parameter == "weight":
-                parts = ["weight"]
-            count = 2 if parts[-1] == "bias" or parts[-1].isdigit() else 1
-            name = identifier("_".join(parts[-count:]))
-            while name in names and count < len(parts):
-                count += 1
-                name = identifier("_".join(parts[-count:]))
-            number = 2
-            while name in names:
-                name, number = f"{name}_{number}", number + 1
-            names.append(name)
-        return names
-
-    def _bucket_comments(self, segment: Segment) -> list[str]:
-        """One line for each collective of the segment's bucket."""
-        parts: dict[Any, list[fx.Node]] = {}
-        for entry in segment.entries:
-            for node in entry.moves:
-                move = node.meta["move"]
-                row = move.conversion
-                sides = f"{row.forward if row.forward in COLLECTIVES else '–'} ⇄ {row.backward}"
-                kinds = f"{move.source.kind}→{move.target.kind}"
-                parts.setdefault((move.axes, kinds, sides), []).append(node)
-        return [
-            f"{' × '.join(axes)} {kinds}   {sides}   {_bytes(sum(self._local_bytes(n, axes) for n in nodes))}"
-            for (axes, kinds, sides), nodes in parts.items()
-        ]
-
-    def _local_bytes(self, node: fx.Node, axes: tuple[str, ...]) -> float:
-        layout = node.meta["layout"]
-        shards = self.mesh.size(*(a for dim in layout.dims for a in dim if a not in axes))
-        return float(node.meta["nbytes"]) / shards
-
     # ---- one function --------------------------------------------------------------------------------------------
 
     def _function(self, segment: Segment) -> tuple[list[str], list[str], str]:
         """Parameter names (without `w`), body lines, and the returned expression."""
-        entries = self._entry_names(segment)
+        entries = weight_names(segment)
         names: dict[fx.Node, str] = {e.node: f"w.{n}" for e, n in zip(segment.entries, entries, strict=True)}
         used = set(RESERVED) | self._global_names()
         parameters = []
@@ -265,15 +210,15 @@ class _Emitter:
         body = [line for i, node in enumerate(nodes) for line in self._statement(writer, node, i, last, used)]
         self.axes |= writer.axes
         result = ", ".join(names[v] for v in segment.outputs) or "None"
-        wanted = self._wanted(body)
-        if missing := [symbol for symbol in wanted if not _ways(segment.inputs, symbol)]:
-            self._lend(segment, missing[0])
+        wanted = self.symbols.wanted(body)
+        if missing := [symbol for symbol in wanted if not ways(segment.inputs, symbol)]:
+            self.symbols.lend(missing[0], segment, self.segments)
             return self._function(segment)
-        measures = [f"{symbol} = {self._measure(segment, names, symbol)}" for symbol in wanted]
+        measures = [f"{symbol} = {self.symbols.measure(segment.inputs, names, symbol)}" for symbol in wanted]
         return parameters, measures + body, result
 
     def _global_names(self) -> set[str]:
-        return {axis_name((a,)) for a in self.mesh.names} | set(self.sizes.table) | {"data", *self.symbols}
+        return {axis_name((a,)) for a in self.mesh.names} | set(self.sizes.table) | {"data", *self.symbols.names}
 
     def _parameter(self, value: fx.Node, used: set[str]) -> str:
         name = self._input_name(value)
@@ -302,8 +247,8 @@ class _Emitter:
         if how := node.meta.get("sent"):
             self.runtime.add(how)
             text = f"yield {how}({text.replace('(', ', ', 1)}"
-        turn = [_commented("yield", "the other half goes on")] if node.meta.get("turn") else []
-        return [*turn, _commented(f"{writer.names[node]} = {text}", self._comment(node))]
+        turn = [commented("yield", "the other half goes on")] if node.meta.get("turn") else []
+        return [*turn, commented(f"{writer.names[node]} = {text}", self._comment(node))]
 
     def _comment(self, node: fx.Node) -> str:
         move = node.meta.get("move")
@@ -321,38 +266,10 @@ class _Emitter:
         source = (node.meta.get("source") or "").split("   ")[0]
         return "   ".join(part for part in (shown, source) if part)
 
-    def _wanted(self, body: list[str]) -> list[str]:
-        """`b`, `s` and other symbols that a body names."""
-        code = "\n".join(line.split("  # ")[0] for line in body)
-        return [symbol for symbol in self.symbols if re.search(rf"(?<![\w.]){symbol}(?![\w(])", code)]
-
-    def _measure(self, segment: Segment, names: Mapping[fx.Node, str], symbol: str) -> str:
-        """From an input's dim of that size, or of a multiple of it: this rank's batch, and whole sequences."""
-        times, value, dim = min(_ways(segment.inputs, symbol), key=lambda way: way[0])
-        axes = value.meta["layout"].dims[dim]
-        data = [a.name for a in self.mesh.axes if a.kind.startswith("dp_")]
-        text, less = f"{names[value]}.shape[{dim}]", [str(times)] if times > 1 else []
-        if symbol == "b":
-            less += [f"{axis_name((a,))}.size" for a in data if a not in axes]
-            return " // ".join([text, *less])
-        return " // ".join([" * ".join([text, *(f"{axis_name((a,))}.size" for a in axes)]), *less])
-
-    def _lend(self, segment: Segment, symbol: str) -> None:
-        """A size that no input has, as `s` where all have `s // 2`: all of this text take an input of the model too."""
-        inputs = [n for n in self.graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "input"]
-        lender = next((n for n in inputs if _ways([n], symbol)), None)
-        assert lender is not None, f"segment {segment.number} needs the size {symbol}, which no input of the model has"
-        owner = next(s for s in self.segments if any(part is segment for part in s.parts))
-        at = next(i for i, part in enumerate(owner.parts) if part is segment)
-        for other in (s for s in self.segments if s.text == owner.text):
-            for taker in (other, other.parts[at]):
-                if lender not in taker.inputs:
-                    taker.inputs.append(lender)
-
     # ---- the root ------------------------------------------------------------------------------------------------
 
     def _root(self) -> list[str]:
-        inputs = [n for n in self.graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "input"]
+        inputs = self.symbols.inputs
         names: dict[fx.Node, str] = {n: identifier(n.meta["name"]) for n in inputs}
         used = set(RESERVED) | set(names.values()) | self._global_names()
         given = "".join(f", {names[n]}" for n in inputs)
@@ -368,7 +285,7 @@ class _Emitter:
                 continue
             written.add(title)
             if segment.entries:
-                tables += [f'        "{title}": dict(', *self._weights(segment, "            "), "        ),"]
+                tables += [f'        "{title}": dict(', *weight_lines(segment, self.mesh, "            "), "        ),"]
             for part in segment.functions:
                 parameters, inner, result = self._function(part)
                 passed = ", ".join((["w"] if part.entries else []) + parameters)
@@ -457,36 +374,12 @@ class _Emitter:
 
     def _gathering(self, segment: Segment) -> list[str]:
         stays = ", reshard=False" if segment.gathered else ""
-        comments = [f"# {text}" for text in self._bucket_comments(segment)]
+        comments = [f"# {text}" for text in bucket_comments(segment, self.mesh)]
         return [*comments, f'with self.gathered("{self._segment_title(segment)}"{stays}) as w:']
 
 
 UNSIGNED = frozenset({"_operator.getitem", "runtime.scale_gradient"})
 SHOWN = ("linear", "mm", "matmul", "embedding", "scaled_dot", "attention", "cross_entropy", "layer_norm", "addmm")
-
-
-def _symbols(graph: fx.GraphModule) -> list[str]:
-    """The names of the inputs' symbolic sizes."""
-    inputs = [n for n in graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "input"]
-    return list(dict.fromkeys(name for n in inputs for size in n.meta["shape"] for name in size.symbols))
-
-
-def _ways(values: list[fx.Node], symbol: str) -> list[tuple[int, fx.Node, int]]:
-    """The dims whose size is a multiple of a symbol: how often, of which value, which dim."""
-    dims = ((value, dim, size) for value in values for dim, size in enumerate(value.meta["sizes"]))
-    return [(times, value, dim) for value, dim, size in dims if (times := _times(size, symbol))]
-
-
-def _times(size: Any, symbol: str) -> int:
-    """How often a size is a symbol; 0 if it is no multiple of it."""
-    if isinstance(size, int) or [str(s) for s in size.free_symbols] != [symbol]:
-        return 0
-    rest = size / next(iter(size.free_symbols))
-    return int(rest) if rest.is_Integer else 0
-
-
-def _commented(code: str, comment: str) -> str:
-    return f"{code:<72}  # {comment}" if comment else code
 
 
 def _wrapped(head: str, items: list[str], tail: str) -> list[str]:
@@ -497,11 +390,3 @@ def _wrapped(head: str, items: list[str], tail: str) -> list[str]:
             row = "   "
         row += f" {item},"
     return [*lines, row, tail]
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"

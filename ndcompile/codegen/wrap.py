@@ -64,3 +64,8 @@ def _parts(text: str) -> list[str]:
 
 def indented(lines: list[str], width: int) -> list[str]:
     return [" " * width + line for line in lines]
+
+
+def commented(code: str, comment: str) -> str:
+    """A line of code, and behind it at one place for all a comment, if there is one."""
+    return f"{code:<72}  # {comment}" if comment else code

@@ -90,10 +90,7 @@ class Mesh:
                 f"  why  every rank must have one place on the mesh\n"
                 f"  try  a mesh whose sizes multiply to {dist.get_world_size()}"
             )
-        wanted = [*((name,) for name in spec.names), *(_parts(spec, names) for names in flattened)]
-        groups: dict[tuple[str, ...], str] = {}
-        for names in dict.fromkeys(names for names in wanted if names):
-            groups[names] = _group(spec, names, device_mesh, timeout)
+        groups = {names: _group(spec, names, device_mesh, timeout) for names in grouped(spec, flattened)}
         apart = spec.names if private.on_gpus() else ()
         return cls(spec, dist.get_rank(), groups, {name: _weight_group(spec, name, timeout) for name in apart})
 
@@ -173,6 +170,12 @@ def current(spec_text: str, *flattened: tuple[str, ...]) -> Mesh:
     for names in flattened:
         mesh[names]
     return mesh
+
+
+def grouped(spec: MeshSpec, flattened: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The sets of axes over which a mesh has groups: each axis, and those that are flattened."""
+    wanted = [*((name,) for name in spec.names), *(_parts(spec, names) for names in flattened)]
+    return list(dict.fromkeys(names for names in wanted if names))
 
 
 def _parts(spec: MeshSpec, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -66,6 +66,7 @@ class ParallelModule(nn.Module):
         if args:
             raise CallError("compile takes options by keyword only")
         self._compile_options = options
+        self._recorder = None  # what it has recorded is not compiled
         for root, _ in self._programs.values():
             type(root).compile(self._by_copies, **options)
 
@@ -103,6 +104,11 @@ class ParallelModule(nn.Module):
     def record(self) -> None:
         """Run training steps as CUDA graphs, recorded after the first ones."""
         self._records = True
+
+    @property
+    def replays(self) -> bool:
+        """Whether training steps are replayed by now: the first ones are not, nor any without `cuda_graph=True`."""
+        return self._recorder is not None and self._recorder.has_tape
 
     @torch.compiler.disable
     def _runner(self, root: Root) -> Callable[..., tuple[Any, ...]]:

@@ -29,6 +29,10 @@ class Recorder:
         self._calls = 0
         self._tape: Tape | None = None
 
+    @property
+    def has_tape(self) -> bool:
+        return self._tape is not None
+
     @torch.compiler.disable(recursive=False)
     def __call__(self, *inputs: Tensor) -> tuple[Any, ...]:
         if not torch.is_grad_enabled():

@@ -45,10 +45,14 @@ class Symmetric:
         place, self._shelves, self._slot = self._shelves, self._shelves + shelf, max(self._slot, slot)
         return place
 
+    @property
+    def size(self) -> int:
+        """Bytes that a rank takes. Where tensors are sharded unevenly, rank 0 asks for the most, and all take that."""
+        return 2 * self._slot + self._shelves
+
     def open(self, device: torch.device) -> None:
-        self._slot = max(everyones(self._slot))  # where tensors are sharded unevenly, ranks ask for different room
-        size = 2 * self._slot + max(everyones(self._shelves))
-        self._peers = Peers(size, device) if size else None
+        self._slot, self._shelves = map(max, zip(*everyones((self._slot, self._shelves)), strict=True))
+        self._peers = Peers(self.size, device) if self.size else None
 
     def barrier(self) -> None:
         assert self._peers is not None, "memory was taken"

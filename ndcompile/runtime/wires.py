@@ -61,6 +61,17 @@ def start_reduce_scatter(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     return found
 
 
+def room(kind: str, shape: Sequence[int], dtype: torch.dtype, ranks: int) -> int:
+    """The bytes of a slot in which a rank has what it sends in such an exchange of a tensor of this shape."""
+    sent = math.prod(shape) * dtype.itemsize
+    return sent if kind == "all_gather" else sent // ranks * (ranks - 1)
+
+
+def paged(size: int) -> int:
+    """The bytes that a slot takes where so many are needed."""
+    return -(-size // PAGE) * PAGE
+
+
 def record(groups: Iterable[str]) -> None:
     """What is recorded from now on finds all slots of these wires free each time that it is done."""
     for group in groups:
@@ -137,7 +148,7 @@ class Wire:
     def _gathered(self, x: Tensor, dim: int) -> tuple[Tensor, dict[int, torch.cuda.Event | None]]:
         """The whole, of which own parts are there, and by rank when theirs are."""
         whole = x.new_empty(_along(x.shape, dim, x.shape[dim] * self._count))
-        slots = self._next(x.numel() * x.itemsize)
+        slots = self._next(room("all_gather", x.shape, x.dtype, self._count))
         for place in (_view(slots[self._own], x.shape, x.dtype), self._part(whole, dim, self._own)):
             place.copy_(x)
         marks = {}
@@ -149,9 +160,9 @@ class Wire:
 
     def _scattered(self, put: Callable[[Tensor, int], None], shape: Sequence[int], dim: int, like: Tensor) -> Tensor:
         """The sum of what all ranks `put` for this one, of which own parts are put while those of others travel."""
+        slots = self._next(room("reduce_scatter", shape, like.dtype, self._count))
         shape = _along(shape, dim, shape[dim] // self._count)
         size = math.prod(shape) * like.itemsize
-        slots = self._next(size * (self._count - 1))
 
         def area(sender: int, receiver: int) -> Tensor:
             return _view(slots[sender][(receiver - sender - 1) % self._count * size :], shape, like.dtype)
@@ -193,7 +204,7 @@ class Wire:
             if private.is_recording():
                 raise RuntimeError("a recorded step sends larger tensors than the steps before it")
             torch.cuda.synchronize(self._device)
-        self._size = -(-size // PAGE) * PAGE
+        self._size = paged(size)
         self._peers = Peers(SLOTS * self._size, self._device, self.group)
         self._met.clear()
 

@@ -1,6 +1,7 @@
 """Test a program on real ranks.
 
     torchrun --nproc-per-node 2 -m ndcompile.verify MODEL --mesh "tp=2" [--precision bf16] [--compile] [--halves]
+        [--transport symmetric] [--cuda-graph]
 
 MODEL is module:function, which returns (model, example inputs), the inputs being the global batch; or the config.json
 of a transformers model. NCCL where each rank has a GPU, else gloo. A process ends with 0 if all is equal, 1 on any
@@ -24,16 +25,18 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ndcompile.axes import data_axes
+from ndcompile.bind import TRANSPORTS
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshError, MeshSpec
 from ndcompile.models import load_with_values
 from ndcompile.runtime.agreement import Disagreement
 from ndcompile.runtime.module import CallError
+from ndcompile.runtime.recorded import RecordedError
 from ndcompile.verify.real_ranks import PRECISIONS, verify_on_ranks
 from ndcompile.verify.report import Report
 
 EQUAL, DIFFERENT, USER_ERROR, RANK_FAILED = range(4)
-USER_ERRORS = (CompileError, MeshError, Disagreement, CallError)
+USER_ERRORS = (CompileError, MeshError, Disagreement, CallError, RecordedError)
 
 
 def main() -> None:
@@ -71,7 +74,8 @@ def _run(asked: argparse.Namespace, store: Any, rank: int, world_size: int) -> R
     model, batch = load_with_values(asked.model, samples=2 * spec.size(*data_axes(spec)))
     return verify_on_ranks(
         model, asked.mesh, batch, precision=asked.precision, steps=asked.steps, modes=_modes(asked),
-        delays=asked.delays, backend=asked.backend, halves=asked.halves,
+        delays=asked.delays, backend=asked.backend, halves=asked.halves, transport=asked.transport,
+        cuda_graph=asked.cuda_graph,
     )  # fmt: skip
 
 
@@ -130,6 +134,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--delays", type=int, default=2, help="runs with random delays around collectives")
     parser.add_argument("--halves", action="store_true", help="blocks compute two halves of a batch in turn")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="nccl", help="how tensors travel between ranks")
+    parser.add_argument("--cuda-graph", action="store_true", help="steps are replayed from a CUDA graph, on GPUs")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a rank waits for another")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also append the report to FILE, as one line")
     asked = parser.parse_args()

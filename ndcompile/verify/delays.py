@@ -5,36 +5,52 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from ndcompile.runtime import private
+from ndcompile.runtime import private, symmetric, wires
+from ndcompile.runtime.peers import Peers
 from ndcompile.verify.arithmetic import namespace
 
 LONGEST = 0.003
 """Seconds of one delay at most."""
 
+COPYING: tuple[tuple[Any, str], ...] = (
+    (symmetric, "copy"), (symmetric.Symmetric, "barrier"), (Peers, "barrier"), (wires.Wire, "gather"),
+    (wires.Wire, "scatter"),
+)  # fmt: skip
+"""What stands in the place of collectives where tensors travel by copies."""
+
 
 @contextmanager
 def delayed(seed: int, device: torch.device, longest: float = LONGEST) -> Iterator[list[int]]:
-    """Wait for a random time before and after each start of a collective and each wait. Gives a list of one number:
-    the collectives that were delayed. What is compiled runs as it is written meanwhile: for that there is `jittered`.
+    """Wait for a random time before and after each start of a collective and each wait, each copy between ranks and
+    each of their barriers. Gives a list of one number: how many were delayed. What is compiled runs as it is written
+    meanwhile: for that there is `jittered`.
     """
     chance, count = random.Random(seed), [0]
 
-    def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if namespace(op) != "_c10d_functional":
-            return op(*args, **kwargs)
-        count[0] += 1
-        _pause(chance, device, longest)
-        result = op(*args, **kwargs)
-        _pause(chance, device, longest)
-        return result
+    def late(action: Callable[..., Any]) -> Callable[..., Any]:
+        def done(*args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            _pause(chance, device, longest)
+            result = action(*args, **kwargs)
+            _pause(chance, device, longest)
+            return result
 
-    with private.dispatched(run):
+        return done
+
+    def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return (late(op) if namespace(op) == "_c10d_functional" else op)(*args, **kwargs)
+
+    with ExitStack() as stack:
+        for owner, name in COPYING:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, late(getattr(owner, name)))
+        stack.enter_context(private.dispatched(run))
         yield count
 
 

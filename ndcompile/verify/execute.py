@@ -20,6 +20,7 @@ from ndcompile.reference import walk
 from ndcompile.rules.registry import results
 from ndcompile.runtime import Mesh, Root, private
 from ndcompile.runtime.manifest import ParameterPlan
+from ndcompile.runtime.transport import Transport
 from ndcompile.verify import rings
 from ndcompile.verify.arithmetic import Domain
 from ndcompile.verify.lockstep import mesh_of, run_one, run_ranks
@@ -112,13 +113,14 @@ def on_ranks(
 
 
 def on_rank(
-    program: Program, sample: Sample, domain: Domain, rank: int, source: str | None = None, look: Look | None = None
-) -> list[Step]:
+    program: Program, sample: Sample, domain: Domain, rank: int, source: str | None = None, look: Look | None = None,
+    transport: Transport | None = None,
+) -> list[Step]:  # fmt: skip
     """The emitted text as one rank runs it; a group is named by its axes. Whoever calls this does the ops."""
     mesh, layouts = program.mesh, result_layouts(program)
     leaves = sample.leaves(lambda name, whole: part(whole, program.manifest.parameters[name].dims, mesh, rank))
     own = sample.with_own_buffers()
-    root = emitted(program, source, rank, leaves, own, domain)
+    root = emitted(program, source, rank, leaves, own, domain, transport)
 
     def forward(inputs: Sequence[Tensor]) -> Sequence[Any]:
         return forward_of(root, program, own, inputs, rank)
@@ -142,7 +144,8 @@ def on_rank(
 
 
 def emitted(
-    program: Program, source: str | None, rank: int, leaves: Mapping[str, Tensor], sample: Sample, domain: Domain
+    program: Program, source: str | None, rank: int, leaves: Mapping[str, Tensor], sample: Sample, domain: Domain,
+    transport: Transport | None = None,
 ) -> Root:  # fmt: skip
     """The text's root on a rank; in an exact arithmetic with each ring as one attention."""
     without: frozenset[str] = frozenset()
@@ -151,7 +154,7 @@ def emitted(
     mesh = mesh_of(program.mesh, rank)
     text = source or str(program)
     text = rings.as_one(text) if domain.exact else text
-    return execute(text, program.manifest, mesh, leaves, sample.buffers, without)
+    return execute(text, program.manifest, mesh, leaves, sample.buffers, without, transport)
 
 
 def _alone(program: Program, leaves: Mapping[str, Tensor], sample: Sample) -> Root | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ndcompile.program import Program
 from ndcompile.runtime import Mesh, private
+from ndcompile.runtime.symmetric import Symmetric
+from ndcompile.runtime.wires import by_copies, start_all_gather, start_reduce_scatter
 from ndcompile.verify import rings
 from ndcompile.verify.arithmetic import PRIME, Field, NotInDomain, ZeroDenominator, base_name, namespace
 from ndcompile.verify.compare import Comparison, compare
@@ -55,8 +58,8 @@ class Wires:
         values = value if isinstance(value, (list, tuple)) else [value]
         reduction = options[0] if single(base_name(op)) in ("all_reduce", "reduce_scatter_tensor") else None
         if reduction is None or not values[0].is_floating_point():
-            return op(value, *options, group)
-        started = op(value if reduction == "sum" else self.field.order(value), *options, group)
+            return _sent(op, value, options, group)
+        started = _sent(op, value if reduction == "sum" else self.field.order(value), options, group)
         for x in started if isinstance(started, (list, tuple)) else [started]:
             self._arrived[private.storage_id(x)] = self._residue if reduction == "sum" else self._element
         return started
@@ -81,8 +84,33 @@ class Wires:
         return torch.where(place.isfinite(), elements[place.nan_to_num(0, 0, 0).long()], place)
 
 
-def claim(program: Program, model: nn.Module, mesh: Mesh, device: torch.device, everyones: Everyone) -> Claim:
-    """Two clipped steps of two microbatches on the real ranks, at the smallest sizes of batch and sequence."""
+def _sent(op: Any, value: Any, options: list[Any], group: str) -> Any:
+    """By copies where the mesh's own gathers and sums go so; ranks' parts are along dim 0, as of a collective."""
+    if by_copies(group) and base_name(op) == "all_gather_into_tensor":
+        return start_all_gather(value, 0, options[0], group)
+    if by_copies(group) and base_name(op) == "reduce_scatter_tensor" and options[0] == "sum":
+        return start_reduce_scatter(value, 0, options[1], group)
+    return op(value, *options, group)
+
+
+class Unseen(Symmetric):
+    """Copies that the field does, between ranks that meet outside of it."""
+
+    def open(self, device: torch.device) -> None:
+        with private.undispatched():
+            super().open(device)
+
+    def barrier(self) -> None:
+        with private.undispatched():
+            super().barrier()
+
+
+def claim(
+    program: Program, model: nn.Module, mesh: Mesh, device: torch.device, everyones: Everyone, transport: str = "nccl"
+) -> Claim:
+    """Two clipped steps of two microbatches on the real ranks, at the smallest sizes of batch and sequence. Weights
+    and gradients travel by `transport`, which is `parallelize`'s.
+    """
     begin = time.perf_counter()
     count = sum(torch.Size(plan.shape).numel() for plan in program.manifest.parameters.values())
     if count > ELEMENTS[device.type]:
@@ -90,7 +118,7 @@ def claim(program: Program, model: nn.Module, mesh: Mesh, device: torch.device, 
         return Claim(KIND, None, [text], 0.0)
     try:
         with rings.met() as met:
-            comparison = _compared(program, model, mesh, device)
+            comparison = _compared(program, model, mesh, device, transport)
     except NotInDomain as error:
         return Claim(KIND, None, [str(error)], time.perf_counter() - begin)
     texts = [str(d) for theirs in everyones(comparison.differences) for d in theirs]
@@ -100,8 +128,10 @@ def claim(program: Program, model: nn.Module, mesh: Mesh, device: torch.device, 
     return Claim(KIND, not texts, texts[:5] or [evidence, *more], time.perf_counter() - begin)
 
 
-def _compared(program: Program, model: nn.Module, mesh: Mesh, device: torch.device) -> Comparison:
+def _compared(program: Program, model: nn.Module, mesh: Mesh, device: torch.device, transport: str) -> Comparison:
     """This rank against one device, which every rank runs for itself: a zero denominator is met by all of them."""
+    if transport == "symmetric":  # memory is laid out for the dtypes that are, and the field has one for all
+        program = replace(program, manifest=replace(program.manifest, compute=None, reduce=None))
     for attempt in range(ATTEMPTS):
         field = Field(1000 * attempt, device)
         sample = draw(program, field, model, microbatches=2)
@@ -113,6 +143,7 @@ def _compared(program: Program, model: nn.Module, mesh: Mesh, device: torch.devi
             sdpa_kernel(SDPBackend.MATH), torch.autograd.set_multithreading_enabled(False),
             private.dispatched(Wires(field, mesh).run),
         ):  # fmt: skip
-            found = on_rank(program, sample, field, mesh.rank)
+            copies = Unseen(mesh) if transport == "symmetric" else None
+            found = on_rank(program, sample, field, mesh.rank, transport=copies)
         return compare(program, sample, right, [found], field, first=mesh.rank)
     raise NotInDomain(f"{ATTEMPTS} samples gave a zero denominator")

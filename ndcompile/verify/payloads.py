@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ndcompile import runtime
-from ndcompile.bind import execute
+from ndcompile.bind import execute, transport_of
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import Layout, Placement
@@ -155,12 +155,17 @@ class Drawn:
         return part(self.whole(shape, dtype, *of, own), layout.dims, self.mesh, rank)
 
 
-def differences(program: Program, mesh: Mesh, device: torch.device, sizes: Mapping[str, int]) -> tuple[int, list[str]]:
-    """How many conversions and buckets ran on this rank, and which of them gave what they must not."""
+def differences(
+    program: Program, mesh: Mesh, device: torch.device, sizes: Mapping[str, int], transport: str = "nccl"
+) -> tuple[int, list[str]]:
+    """How many conversions and buckets ran on this rank, and which of them gave what they must not.
+
+    Buckets of weights travel by `transport`, which is `parallelize`'s.
+    """
     drawn = Drawn(mesh.spec, device, mesh.spec.world_size)
     every = payloads(program, sizes)
     found = [text for payload in every for text in _differs(payload, mesh, drawn)]
-    buckets = list(_buckets(program, mesh, drawn))
+    buckets = list(_buckets(program, mesh, drawn, transport))
     return len(every) + len(buckets), [*found, *(text for texts in buckets for text in texts)]
 
 
@@ -207,7 +212,7 @@ def _bits(x: Tensor) -> Tensor:
 # ---- weights -------------------------------------------------------------------------------------------------------
 
 
-def _buckets(program: Program, mesh: Mesh, drawn: Drawn) -> Iterator[list[str]]:
+def _buckets(program: Program, mesh: Mesh, drawn: Drawn, transport: str) -> Iterator[list[str]]:
     """Gather every distinct bucket of weights, and reduce its gradients."""
     plans = program.manifest.parameters
     whole = {name: drawn.whole(plan.shape, _dtype(plan.dtype), "parameter", name) for name, plan in plans.items()}
@@ -215,7 +220,7 @@ def _buckets(program: Program, mesh: Mesh, drawn: Drawn) -> Iterator[list[str]]:
         name: part(whole[name], plan.dims, drawn.mesh, mesh.rank).clone().requires_grad_(plan.requires_grad)
         for name, plan in plans.items()
     }
-    root = execute(str(program), program.manifest, mesh, held, {})
+    root = execute(str(program), program.manifest, mesh, held, {}, transport=transport_of(transport, mesh))
     for title, weights in root.weights.items():
         yield _bucket_differs(program, title, root.gathered(title), _named(weights, ""), held, whole, mesh, drawn)
     for text, kind in root.blocks.items():

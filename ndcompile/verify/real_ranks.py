@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,15 +17,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ndcompile import bind
-from ndcompile.api import compile
+from ndcompile.api import compile, require_recordable
 from ndcompile.axes import data_axes
 from ndcompile.errors import CompileError
 from ndcompile.inputs import Inputs
 from ndcompile.mesh import MeshLike
 from ndcompile.precision import Precision
 from ndcompile.program import Program
+from ndcompile.request import check_option
 from ndcompile.runtime.agreement import everyones, together
 from ndcompile.runtime.module import ParallelModule
+from ndcompile.runtime.recorded import WARM_UP
 from ndcompile.verify import field_on_wires, payloads, training
 from ndcompile.verify.delays import delayed, jittered
 from ndcompile.verify.error_model import ErrorModel, Measured
@@ -42,13 +44,18 @@ EPS = {"bf16": 1e-3, "float32": 1e-3, "float64": 1e-8}
 
 @dataclass(frozen=True)
 class Job:
-    """What is verified: a model with values, on this rank's device, the global batch, and how it is trained."""
+    """What is verified: a model with values, on this rank's device, the global batch, and how it is trained.
+
+    `halves`, `transport` and `cuda_graph` are `parallelize`'s.
+    """
 
     model: nn.Module
     inputs: Inputs
     precision: str
     recipe: Recipe
     halves: bool = False
+    transport: str = "nccl"
+    cuda_graph: bool = False
 
     @classmethod
     def of(
@@ -58,7 +65,7 @@ class Job:
         precision: str,
         steps: int,
         device: torch.device,
-        halves: bool = False,
+        **how: Any,
     ) -> Job:
         """The model in float32 (in float64 for that precision), since low precision keeps its parameters so."""
         if precision not in PRECISIONS:
@@ -70,8 +77,8 @@ class Job:
         inputs = training.moved(Inputs.of(example_inputs), lambda x: x.to(device))
         recipe = Recipe(steps=steps, eps=EPS[precision])
         if precision == "float64":
-            return cls(model.to(device).double(), training.in_double(inputs), precision, recipe, halves)
-        return cls(model.to(device).float(), inputs, precision, recipe, halves)
+            return cls(model.to(device).double(), training.in_double(inputs), precision, recipe, **how)
+        return cls(model.to(device).float(), inputs, precision, recipe, **how)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,7 +136,11 @@ class OnRanks:
     def __init__(self, job: Job, program: Program) -> None:
         self.job, self.program, self.mesh, self.rank = job, program, program.mesh, dist.get_rank()
         together(self._check_batch)
-        self.parallel: ParallelModule = bind.bind(program, job.model, program.mesh, _no_other_mode, "check")
+        self.parallel: ParallelModule = bind.bind(
+            program, job.model, program.mesh, _no_other_mode, "check", job.transport
+        )
+        if job.cuda_graph:
+            self.parallel.record()
         self.inputs = self._own_inputs()
         before = {name: p.detach().clone() for name, p in job.model.named_parameters()}
         self.ruler = Ruler(program, before, job.recipe.learning_rate, exact=job.precision == "float64")
@@ -158,15 +169,25 @@ class OnRanks:
         return training.moved(self.job.inputs, lambda x: part(x, dims[id(x)], self.mesh, self.rank).contiguous())
 
     def train(self, exact: Sequence[Trained]) -> list[Trained]:
-        """The steps on the mesh, from the model's own parameters; afterwards they are what they were."""
+        """The steps on the mesh, from the model's own parameters; afterwards they are what they were.
+
+        With `cuda_graph` each of them is replayed: those that come before the recorded one, and that one, are taken
+        the first time, and not looked at.
+        """
         whole = exact[0].results
         dims, scales = result_dims(self.program, whole), dict(zip(whole, cotangent_scales(self.program), strict=False))
 
         def cotangent(name: str, shape: Sequence[int]) -> Tensor:
             return part(_cotangent(name, whole[name].shape), dims[name], self.mesh, self.rank) * scales[name]
 
-        with training.restored(self.parallel):
-            return list(training.on_mesh(self.parallel, self.inputs, cotangent, self.job.recipe))
+        def steps(recipe: Recipe) -> list[Trained]:
+            with training.restored(self.parallel):
+                return list(training.on_mesh(self.parallel, self.inputs, cotangent, recipe))
+
+        if self.job.cuda_graph and not self.parallel.replays:
+            steps(replace(self.job.recipe, steps=WARM_UP + 1))
+            assert self.parallel.replays, "a step is recorded after the first ones"
+        return steps(self.job.recipe)
 
     # ---- whole numbers -----------------------------------------------------------------------------------------------
 
@@ -176,14 +197,16 @@ class OnRanks:
         sizes: dict[str, int] = {}
         for plan, x in zip(self.program.manifest.input_plans, self._tensors().values(), strict=True):
             sizes |= {d: n for d, n in zip(plan.dims, x.shape, strict=True) if isinstance(d, str)}
-        count, mine = payloads.differences(self.program, self.parallel._mesh, self.device, sizes)
+        count, mine = payloads.differences(self.program, self.parallel._mesh, self.device, sizes, self.job.transport)
         texts = _from_all(mine)
         evidence = [f"{count} conversions and buckets of weights, forward and backward: every bit is right"]
         return Claim("tested (real ranks, integers)", not texts, _few(texts) or evidence, time.perf_counter() - begin)
 
     def in_the_field(self) -> Claim:
         """The whole program, exact over the wires."""
-        return field_on_wires.claim(self.program, self.job.model, self.parallel._mesh, self.device, everyones)
+        return field_on_wires.claim(
+            self.program, self.job.model, self.parallel._mesh, self.device, everyones, self.job.transport
+        )
 
     # ---- the error model ---------------------------------------------------------------------------------------------
 
@@ -206,7 +229,8 @@ class OnRanks:
         return ErrorModel(self.job.dtype, depth_of(self.program))
 
     def _kind(self, how: str) -> str:
-        return f"tested (real ranks, {self.job.precision}, {how})"
+        recorded = ", recorded" if self.job.cuda_graph else ""
+        return f"tested (real ranks, {self.job.precision}, {how}{recorded})"
 
     # ---- delays ------------------------------------------------------------------------------------------------------
 
@@ -214,12 +238,16 @@ class OnRanks:
         """The same steps with random delays: within the error model (what is always read too early has always the same
         bits), and the same bits, where two runs without delays have the same.
 
-        Compiled code is delayed from beside, and only on GPUs: to look into it would be to run it uncompiled.
+        Compiled code and recorded steps are delayed from beside, and only on GPUs: to look into them would be to run
+        them as they are not.
         """
         begin = time.perf_counter()
-        if how == "compiled" and self.device.type != "cuda":
-            return Claim(self._kind(f"{how}, delays"), None, ["compiled code is delayed on GPUs only"], 0.0)
-        disturb, where = (jittered, "stalls of streams") if how == "compiled" else (delayed, "collectives")
+        beside = how == "compiled" or self.job.cuda_graph
+        if beside and self.device.type != "cuda":
+            text = f"{'a recorded step' if self.job.cuda_graph else 'compiled code'} is delayed on GPUs only"
+            return Claim(self._kind(f"{how}, delays"), None, [text], 0.0)
+        moves = "collectives and copies" if self.job.transport == "symmetric" else "collectives"
+        disturb, where = (jittered, "stalls of streams") if beside else (delayed, moves)
         first, second = self.train(right.exact), self.train(right.exact)
         bitwise = all(everyones(not list(_unequal(first, second))))
         texts, delayed_count = [], 0
@@ -273,15 +301,24 @@ def verify_on_ranks(
     delays: int = 2,
     backend: str = "inductor",
     halves: bool = False,
+    transport: str = "nccl",
+    cuda_graph: bool = False,
 ) -> Report:
     """Compile a model and test it on the process group's real ranks; called by every rank alike, under torchrun.
 
     `example_inputs` is the global batch, equal on every rank, as are the model's values. `precision` is bf16 (computes
     in bfloat16, reduces in float32), float32 or float64; `modes` of eager and compiled, the latter by `backend`;
-    `delays` the number of runs with random delays; `halves` is `parallelize`'s. The report is the same on every rank.
+    `delays` the number of runs with random delays; `halves`, `transport` and `cuda_graph` are `parallelize`'s. The
+    report is the same on every rank.
     """
     bind.join_world()
-    job = Job.of(model, example_inputs, precision, steps, bind.own_device(), halves)
+    check_option("transport", transport, bind.TRANSPORTS)
+    if cuda_graph:
+        together(require_recordable)
+    job = Job.of(
+        model, example_inputs, precision, steps, bind.own_device(),
+        halves=halves, transport=transport, cuda_graph=cuda_graph,
+    )  # fmt: skip
     program = together(lambda: job.compiled(mesh))
     ranks = OnRanks(job, program)
     right = References.of(job, program)
@@ -301,11 +338,13 @@ def claims_of(ranks: OnRanks, right: References, how: str, delays: int, backend:
 
 def report(ranks: OnRanks, claims: Sequence[Claim]) -> Report:
     sizes = ", ".join(f"{name} {list(x.shape)}" for name, x in ranks._tensors().items())
-    place = f"{dist.get_world_size()} ranks over {dist.get_backend()} on {ranks.device.type}"
+    place, job = f"{dist.get_world_size()} ranks over {dist.get_backend()} on {ranks.device.type}", ranks.job
+    how = ['tensors travel by transport="symmetric"'] if job.transport == "symmetric" else []
+    how += [f"steps are replayed from a CUDA graph, after {WARM_UP} others"] if job.cuda_graph else []
     return Report(
         f"{ranks.program.manifest.model} on {ranks.mesh}",
         list(claims),
-        [f"the model's own, on {place}; the global batch is {sizes}"],
+        ["; ".join([f"the model's own, on {place}", *how, f"the global batch is {sizes}"])],
         [text for claim in claims if claim.held is False for text in claim.evidence],
         not_checked=["the types, and the program at other sizes and on other meshes: nd.verify"],
     )

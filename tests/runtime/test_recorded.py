@@ -120,7 +120,9 @@ def trains_as_one_device(mesh: str, transport: str) -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    assert parallel._recorder is not None and parallel._recorder._tape is not None
+    assert parallel.replays
+    parallel.compile(backend="eager")
+    assert not parallel.replays, "what was recorded is not compiled"
 
 
 def refuses(mesh: str) -> None:

@@ -126,13 +126,13 @@ def test_parts_may_be_empty():
 class Odd(nn.Module):
     """One matrix for tokens and logits, a frozen layer, and lengths that no mesh divides."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 12, vocabulary: int = 31) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(31, 12)
-        self.layers = nn.ModuleList(Residual(12, 20) for _ in range(2))
-        self.frozen = nn.Linear(12, 12)
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Residual(width, 20) for _ in range(2))
+        self.frozen = nn.Linear(width, width)
         self.frozen.requires_grad_(False)
-        self.bias = nn.Parameter(torch.ones(31))
+        self.bias = nn.Parameter(torch.ones(vocabulary))
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         x = self.frozen(self.tokens(ids))
