@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -273,16 +274,23 @@ def storage_id(x: Tensor) -> int | None:
     return None if is_distributed(x) else x.untyped_storage()._cdata
 
 
+class _Dispatched(TorchDispatchMode):
+    def __init__(self, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing of it is compiled, and telling dynamo so at each op takes longer than most ops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._run(func, args, kwargs or {})
+
+
 @contextmanager
 def dispatched(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Let `run(op, args, kwargs)` do every ATen op of this thread, forward and backward, below autograd."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return run(func, args, kwargs or {})
-
-    with Mode():
+    with _Dispatched(run):
         yield
 
 

@@ -80,6 +80,8 @@ class Domain(ABC):
 
 def widened(value: Any) -> Any:
     """Arguments with every floating dtype as float64."""
+    if isinstance(value, Tensor):
+        return value
     if isinstance(value, torch.dtype):
         return torch.float64 if value.is_floating_point else value
     if isinstance(value, (list, tuple)):
@@ -87,6 +89,12 @@ def widened(value: Any) -> Any:
     return value
 
 
+def wide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """All that an op is given, with every floating dtype as float64."""
+    return widened(args), {k: widened(v) for k, v in kwargs.items()} if kwargs else kwargs
+
+
+@cache
 def base_name(op: Op) -> str:
     """`mul` of `aten.mul.Tensor`."""
     name: str = op.name()
@@ -94,8 +102,8 @@ def base_name(op: Op) -> str:
 
 
 def namespace(op: Op) -> str:
-    name: str = op.name()
-    return name.partition("::")[0]
+    found: str = op.namespace
+    return found
 
 
 class Float64(Domain):
@@ -105,7 +113,8 @@ class Float64(Domain):
     exact = False
 
     def run(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return op(*(widened(a) for a in args), **{k: widened(v) for k, v in kwargs.items()})
+        args, kwargs = wide(args, kwargs)
+        return op(*args, **kwargs)
 
     def encode(self, x: Tensor) -> Tensor:
         return x.double() if x.is_floating_point() else x
@@ -242,15 +251,13 @@ class Field(Domain):
         try:
             made = self._meant(op, args, kwargs)
         except NotInDomain:
-            true = self.known.of(op, *self._wide(args, kwargs))
+            true = self.known.of(op, *wide(args, kwargs))
             if true is None:
                 raise
             return self._encoded(true)
-        self.known.follow(op, *self._wide(args, kwargs), made)
+        if self.known.concerns(args):
+            self.known.follow(op, *wide(args, kwargs), made)
         return made
-
-    def _wide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return tuple(widened(a) for a in args), {k: widened(v) for k, v in kwargs.items()}
 
     def _encoded(self, true: Any) -> Any:
         made = pytree.tree_map_only(Tensor, self.encode, true)
@@ -260,9 +267,10 @@ class Field(Domain):
     def _meant(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, kind, meaning = meaning_of(op)
         if kind == "moves":
-            return op(*(widened(a) for a in args), **{k: widened(v) for k, v in kwargs.items()})
+            args, kwargs = wide(args, kwargs)
+            return op(*args, **kwargs)
         if kind == "constant" or not any(_is_element(a) for a in args):
-            args, kwargs = self._wide(args, kwargs)
+            args, kwargs = wide(args, kwargs)
             made = op(*args, **kwargs)
             return pytree.tree_map_only(Tensor, self.encode, made) if name in UNSET else self._encoded(made)
         if kind == "unknown":
@@ -315,9 +323,10 @@ def scrambled(*of: Any) -> int:
 
 
 def look_up(table: Tensor, x: Tensor) -> Tensor:
+    """Of each element what the table has there, in memory of its own."""
     index = x.long()
-    assert bool((index == x).all()), "a float tensor in the field holds residues"
-    return table[index]
+    assert torch.equal(index.to(x.dtype), x), "a float tensor in the field holds residues"
+    return table.take(index)
 
 
 @cache
