@@ -6,19 +6,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from torch import nn
 
 from ndcompile.program import Program
+from ndcompile.verify import rings
 from ndcompile.verify.arithmetic import FAILURES, AsWritten, Domain, Field, NotInDomain, ZeroDenominator
-from ndcompile.verify.compare import compare, results_differ
+from ndcompile.verify.compare import Terms, compare, results_differ, terms_of
 from ndcompile.verify.execute import Step, on_one_device, on_ranks
 from ndcompile.verify.graph_mutants import GraphMutant, seen_by_types
 from ndcompile.verify.layer import ATTEMPTS
 from ndcompile.verify.lockstep import NeverWaitedFor, RanksDisagree
 from ndcompile.verify.mutants import Mutant
+from ndcompile.verify.numbered import Known, Numbered
 from ndcompile.verify.sample import Sample, draw
 
 SEEN = ("types", "does not run", "collectives", "field", "float64")
@@ -38,6 +40,7 @@ class Trial:
     domain: Domain
     sample: Sample
     right: list[Step]
+    terms: Terms
 
     @classmethod
     def of(
@@ -47,10 +50,18 @@ class Trial:
             domain = kind(seed + 1000 * attempt)
             sample = draw(program, domain, model, **sizes)
             try:
-                return cls(domain, sample, on_one_device(program, sample, domain))
+                right = on_one_device(program, sample, domain)
+                return cls(domain, sample, right, terms_of(program, sample, domain))
             except ZeroDenominator:
                 continue
         raise NotInDomain(f"{ATTEMPTS} samples gave a zero denominator")
+
+    def graph(self, program: Program, source: str, known: Known | None = None) -> Graph:
+        """Of what the text computes on this sample. Raises what the text raises."""
+        numbered = Numbered(self.sample.named(), known)
+        found = on_ranks(program, self.sample, self.domain, source, numbered=numbered)
+        ends = [[(s.results, s.gradients, s.norm, s.parameters) for s in steps] for steps in found]
+        return Graph(numbered.own, numbered.key(ends), numbered.depends, numbered.casts)
 
     def verdict(self, program: Program, source: str) -> str:
         """What sees the text on this sample; empty if all is equal, or an op has no meaning in this arithmetic.
@@ -72,8 +83,18 @@ class Trial:
             return ""
         except FAILURES:
             return "does not run"
-        compared = compare(program, self.sample, self.right, found, self.domain)
+        compared = compare(program, self.sample, self.right, found, self.domain, terms=self.terms)
         return self.domain.name if compared.differences else ""
+
+
+class Graph(NamedTuple):
+    """What the ranks compute: the numbers of all applications of ops, and of what a run ends with."""
+
+    numbers: Known
+    ends: Any
+    depends: bool
+    casts: bool
+    """Whether on other samples of the same sizes, or in the dtypes that are written, there may be another graph."""
 
 
 class _Seen(Exception):
@@ -91,12 +112,12 @@ class Judge:
     def __call__(self, mutant: Mutant | GraphMutant) -> str:
         if isinstance(mutant, GraphMutant):
             return "types" if seen_by_types(mutant, self.program.mesh) else "alive"
-        seen = self._seen(mutant, "quick", "verify", "float64")
+        seen = self._seen(mutant.source, "quick") or self._seen_later(mutant.source)
         if seen or not self.exact:
             return seen or "not said"
-        if not self._seen(mutant, "more samples"):
+        if not self._seen(mutant.source, "more samples"):
             return "equivalent"
-        return self._seen(mutant, "more seeds") or "alive"
+        return self._seen(mutant.source, "more seeds") or "alive"
 
     @cached_property
     def exact(self) -> bool:
@@ -106,11 +127,43 @@ class Judge:
         except NotInDomain:
             return False
 
-    def _seen(self, mutant: Mutant, *names: str) -> str:
+    def _seen_later(self, source: str) -> str:
+        """What sees a text that `quick` does not. Where it computes the right one's graph, that is what sees this."""
+        right = self._where_right(source)
+        return next(filter(None, (self._right[n] if n in right else self._seen(source, n) for n in LATER)), "")
+
+    @cached_property
+    def _right(self) -> dict[str, str]:
+        """What sees the right text."""
+        return {name: self._seen(str(self.program), name) for name in LATER}
+
+    def _where_right(self, source: str) -> tuple[str, ...]:
+        """On which samples a text computes the graph that the right one does, since it does so on `quick`.
+
+        All of these have the sizes of `quick`. In the field a ring is another text.
+        """
+        if not self.exact or rings.CALLED in source:
+            return ()
+        try:
+            found, right = self._graph(source, self._right_graph.numbers), self._right_graph
+        except NotInDomain:
+            return ()
+        if found.ends != right.ends or found.depends or right.depends:
+            return ()
+        return LATER[:1] if found.casts or right.casts else LATER
+
+    @cached_property
+    def _right_graph(self) -> Graph:
+        return self._graph(str(self.program))
+
+    def _graph(self, source: str, known: Known | None = None) -> Graph:
+        return self._of("quick")[0].graph(self.program, source, known)
+
+    def _seen(self, source: str, *names: str) -> str:
         for name in names:
             if self.exact or name == "float64":
                 for trial in self._of(name):
-                    if seen := trial.verdict(self.program, mutant.source):
+                    if seen := trial.verdict(self.program, source):
                         return {Field.name: "field", AsWritten.name: "float64"}.get(seen, seen)
         return ""
 
@@ -132,6 +185,10 @@ SAMPLES: dict[str, list[dict[str, int]]] = {
 """What a mutant runs on, from the cheapest. `verify` and `more seeds` are what `nd.verify` runs; `more samples` only
 tells an equivalent from one that is alive.
 """
+
+
+LATER = ("verify", "float64")
+"""What a text that `quick` does not see runs on."""
 
 
 @dataclass
