@@ -111,7 +111,7 @@ def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def is_distributed(x: Tensor) -> TypeGuard[DTensor]:
     """Whether `x` is a DTensor."""
-    return hasattr(x, "_local_tensor") and hasattr(x, "_spec")
+    return type(x) is not Tensor and hasattr(x, "_local_tensor") and hasattr(x, "_spec")
 
 
 def local(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -89,9 +89,14 @@ def widened(value: Any) -> Any:
     return value
 
 
-def wide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def wide(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """All that an op is given, with every floating dtype as float64."""
-    return widened(args), {k: widened(v) for k, v in kwargs.items()} if kwargs else kwargs
+    return (widened(args), {k: widened(v) for k, v in kwargs.items()}) if _takes_dtype(op) else (args, kwargs)
+
+
+@cache
+def _takes_dtype(op: Op) -> bool:
+    return any("ScalarType" in str(argument.real_type) for argument in op._schema.arguments)
 
 
 @cache
@@ -113,7 +118,7 @@ class Float64(Domain):
     exact = False
 
     def run(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = wide(args, kwargs)
+        args, kwargs = wide(op, args, kwargs)
         return op(*args, **kwargs)
 
     def encode(self, x: Tensor) -> Tensor:
@@ -170,6 +175,7 @@ class Field(Domain):
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
         super().__init__(seed, device)
         self._functions: dict[Any, Tensor] = {}
+        self._numbers: dict[Any, float] = {}
         self._inverses = inverses(self.prime).to(self.device)
         self.infinite = False
         self.known = Known()
@@ -185,6 +191,12 @@ class Field(Domain):
         if isinstance(x, float) and not math.isfinite(x):
             self.infinite = self.infinite or math.isinf(x)
             return x
+        key = type(x), x
+        if key not in self._numbers:
+            self._numbers[key] = self._finite(x)
+        return self._numbers[key]
+
+    def _finite(self, x: float | int | bool) -> float:
         fraction = Fraction(x).limit_denominator(1000)
         if isinstance(x, int) or float(fraction) == x:
             return float(fraction.numerator * pow(fraction.denominator, -1, self.prime) % self.prime)
@@ -222,8 +234,7 @@ class Field(Domain):
     def function(self, name: Any, x: Tensor) -> Tensor:
         """A random function of an element, the same for the same name; of minus infinity it is 0."""
         if name not in self._functions:
-            seed = torch.Generator().manual_seed(scrambled(self.seed, name))
-            self._functions[name] = torch.randint(0, self.prime, (self.prime,), generator=seed).double().to(self.device)
+            self._functions[name] = _random_function(self.prime, scrambled(self.seed, name)).to(self.device)
         if self.infinite:
             finite = x.isfinite()
             return torch.where(finite, look_up(self._functions[name], torch.where(finite, x, 0.0)), 0.0)
@@ -232,8 +243,7 @@ class Field(Domain):
     def order(self, x: Tensor) -> Tensor:
         """Each element's place in the random total order."""
         if "order" not in self._functions:
-            seed = torch.Generator().manual_seed(scrambled(self.seed, "order"))
-            self._functions["order"] = torch.randperm(self.prime, generator=seed).double().to(self.device)
+            self._functions["order"] = _random_order(self.prime, scrambled(self.seed, "order")).to(self.device)
         if self.infinite:
             finite = x.isfinite()
             return torch.where(finite, look_up(self._functions["order"], torch.where(finite, x, 0.0)), x)
@@ -251,26 +261,26 @@ class Field(Domain):
         try:
             made = self._meant(op, args, kwargs)
         except NotInDomain:
-            true = self.known.of(op, *wide(args, kwargs))
+            true = self.known.of(op, *wide(op, args, kwargs))
             if true is None:
                 raise
             return self._encoded(true)
         if self.known.concerns(args):
-            self.known.follow(op, *wide(args, kwargs), made)
+            self.known.follow(op, *wide(op, args, kwargs), made)
         return made
 
     def _encoded(self, true: Any) -> Any:
-        made = pytree.tree_map_only(Tensor, self.encode, true)
+        made = self.encode(true) if isinstance(true, Tensor) else pytree.tree_map_only(Tensor, self.encode, true)
         self.known.keep(made, true)
         return made
 
     def _meant(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, kind, meaning = meaning_of(op)
         if kind == "moves":
-            args, kwargs = wide(args, kwargs)
+            args, kwargs = wide(op, args, kwargs)
             return op(*args, **kwargs)
         if kind == "constant" or not any(_is_element(a) for a in args):
-            args, kwargs = wide(args, kwargs)
+            args, kwargs = wide(op, args, kwargs)
             made = op(*args, **kwargs)
             return pytree.tree_map_only(Tensor, self.encode, made) if name in UNSET else self._encoded(made)
         if kind == "unknown":
@@ -327,6 +337,17 @@ def look_up(table: Tensor, x: Tensor) -> Tensor:
     index = x.long()
     assert torch.equal(index.to(x.dtype), x), "a float tensor in the field holds residues"
     return table.take(index)
+
+
+@lru_cache(maxsize=32)
+def _random_function(prime: int, seed: int) -> Tensor:
+    """An element for each element. The next domain of the same seed, of another program, has the same ones."""
+    return torch.randint(0, prime, (prime,), generator=torch.Generator().manual_seed(seed)).double()
+
+
+@lru_cache(maxsize=4)
+def _random_order(prime: int, seed: int) -> Tensor:
+    return torch.randperm(prime, generator=torch.Generator().manual_seed(seed)).double()
 
 
 @cache

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -127,7 +127,7 @@ class _Lockstep(Generic[T]):
         rank.go.get()
         try:
             if not self.over:
-                own = private.dispatched(lambda op, args, kwargs: self._op(rank, op, args, kwargs))
+                own = private.dispatched(partial(self._op, rank))
                 with torch.autograd.set_multithreading_enabled(False), own:  # a GPU's ranks share one such thread
                     rank.result = self.function(rank.number)
                 if rank.flying:
