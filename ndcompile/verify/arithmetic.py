@@ -65,6 +65,10 @@ class Domain(ABC):
     def draw(self, shape: Sequence[int], positive: bool = False) -> Tensor:
         """A random tensor: a parameter, an input, a cotangent."""
 
+    def follows(self, args: tuple[Any, ...]) -> bool:
+        """Whether of what an op makes of these more is noted than the result says."""
+        return False
+
     def stored(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         """What is drawn, as a value of the program's dtype: here there is one dtype for all."""
         return x
@@ -202,6 +206,9 @@ class Field(Domain):
             return float(fraction.numerator * pow(fraction.denominator, -1, self.prime) % self.prime)
         return float(scrambled(self.seed, "constant", x) % self.prime)
 
+    def follows(self, args: tuple[Any, ...]) -> bool:
+        return self.known.concerns(args)
+
     def encode(self, x: Tensor) -> Tensor:
         if not x.is_floating_point():
             return x
@@ -265,7 +272,7 @@ class Field(Domain):
             if true is None:
                 raise
             return self._encoded(true)
-        if self.known.concerns(args):
+        if self.follows(args):
             self.known.follow(op, *wide(op, args, kwargs), made)
         return made
 

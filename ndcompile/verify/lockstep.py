@@ -141,7 +141,7 @@ class _Lockstep(Generic[T]):
         if namespace(op) == "_c10d_functional":
             return self._collective(rank, base_name(op), args)
         if self.numbered is not None:
-            return self.numbered.run(op, args, kwargs, self.domain.run)
+            return self.numbered.run(op, args, kwargs)
         return self.domain.run(op, args, kwargs)
 
     def _collective(self, rank: _Rank[T], op: str, args: tuple[Any, ...]) -> Tensor | list[Tensor]:

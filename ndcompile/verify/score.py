@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.table import Table
 from torch import nn
@@ -20,7 +20,7 @@ from ndcompile.verify.graph_mutants import GraphMutant, seen_by_types
 from ndcompile.verify.layer import ATTEMPTS
 from ndcompile.verify.lockstep import NeverWaitedFor, RanksDisagree
 from ndcompile.verify.mutants import Mutant
-from ndcompile.verify.numbered import Known, Numbered
+from ndcompile.verify.numbered import Graph, Known, Numbered
 from ndcompile.verify.sample import Sample, draw
 
 SEEN = ("types", "does not run", "collectives", "field", "float64")
@@ -56,14 +56,11 @@ class Trial:
                 continue
         raise NotInDomain(f"{ATTEMPTS} samples gave a zero denominator")
 
-    def graph(self, program: Program, source: str, known: Known | None = None) -> Graph:
-        """Of what the text computes on this sample. Raises what the text raises."""
-        numbered = Numbered(self.sample.named(), known)
-        found = on_ranks(program, self.sample, self.domain, source, numbered=numbered)
-        ends = [[(s.results, s.gradients, s.norm, s.parameters) for s in steps] for steps in found]
-        return Graph(numbered.own, numbered.key(ends), numbered.depends, numbered.casts)
+    def numbered(self, known: Known | None = None) -> Numbered:
+        """For a run on this sample."""
+        return Numbered(self.domain, self.sample.named(), known)
 
-    def verdict(self, program: Program, source: str) -> str:
+    def verdict(self, program: Program, source: str, numbered: Numbered | None = None) -> str:
         """What sees the text on this sample; empty if all is equal, or an op has no meaning in this arithmetic.
 
         It is run as far as the first result that is wrong.
@@ -74,7 +71,7 @@ class Trial:
                 raise _Seen
 
         try:
-            found = on_ranks(program, self.sample, self.domain, source, look)
+            found = on_ranks(program, self.sample, self.domain, source, look, numbered)
         except (RanksDisagree, NeverWaitedFor):
             return "collectives"
         except (ZeroDenominator, _Seen):
@@ -83,18 +80,10 @@ class Trial:
             return ""
         except FAILURES:
             return "does not run"
+        if numbered is not None:
+            numbered.end([[(s.results, s.gradients, s.norm, s.parameters) for s in steps] for steps in found])
         compared = compare(program, self.sample, self.right, found, self.domain, terms=self.terms)
         return self.domain.name if compared.differences else ""
-
-
-class Graph(NamedTuple):
-    """What the ranks compute: the numbers of all applications of ops, and of what a run ends with."""
-
-    numbers: Known
-    ends: Any
-    depends: bool
-    casts: bool
-    """Whether on other samples of the same sizes, or in the dtypes that are written, there may be another graph."""
 
 
 class _Seen(Exception):
@@ -112,7 +101,7 @@ class Judge:
     def __call__(self, mutant: Mutant | GraphMutant) -> str:
         if isinstance(mutant, GraphMutant):
             return "types" if seen_by_types(mutant, self.program.mesh) else "alive"
-        seen = self._seen(mutant.source, "quick") or self._seen_later(mutant.source)
+        seen = self._seen_at_once(mutant.source)
         if seen or not self.exact:
             return seen or "not said"
         if not self._seen(mutant.source, "more samples"):
@@ -127,45 +116,44 @@ class Judge:
         except NotInDomain:
             return False
 
-    def _seen_later(self, source: str) -> str:
-        """What sees a text that `quick` does not. Where it computes the right one's graph, that is what sees this."""
-        right = self._where_right(source)
+    def _seen_at_once(self, source: str) -> str:
+        """What sees a text on the samples from the cheapest. On those where it computes the right one's graph, that is
+        what sees the right one.
+        """
+        if not self.exact:
+            return self._seen(source, "float64")
+        (quick,) = self._of("quick")
+        numbered = quick.numbered(self._right_graph.known)
+        if seen := quick.verdict(self.program, source, numbered):
+            return TOLD.get(seen, seen)
+        right = self._where_right(source, numbered.graph)
         return next(filter(None, (self._right[n] if n in right else self._seen(source, n) for n in LATER)), "")
+
+    @cached_property
+    def _right_graph(self) -> Graph:
+        (quick,) = self._of("quick")
+        numbered = quick.numbered()
+        quick.verdict(self.program, str(self.program), numbered)
+        return numbered.graph
 
     @cached_property
     def _right(self) -> dict[str, str]:
         """What sees the right text."""
         return {name: self._seen(str(self.program), name) for name in LATER}
 
-    def _where_right(self, source: str) -> tuple[str, ...]:
-        """On which samples a text computes the graph that the right one does, since it does so on `quick`.
+    def _where_right(self, source: str, found: Graph) -> tuple[str, ...]:
+        """Where a text computes the right one's graph if it does so on `quick`: on samples of its sizes.
 
-        All of these have the sizes of `quick`. In the field a ring is another text.
+        In the field a ring is another text.
         """
-        if not self.exact or rings.CALLED in source:
-            return ()
-        try:
-            found, right = self._graph(source, self._right_graph.numbers), self._right_graph
-        except NotInDomain:
-            return ()
-        if found.ends != right.ends or found.depends or right.depends:
+        right = self._right_graph
+        if found.ends is None or found.ends != right.ends or found.depends or right.depends or rings.CALLED in source:
             return ()
         return LATER[:1] if found.casts or right.casts else LATER
 
-    @cached_property
-    def _right_graph(self) -> Graph:
-        return self._graph(str(self.program))
-
-    def _graph(self, source: str, known: Known | None = None) -> Graph:
-        return self._of("quick")[0].graph(self.program, source, known)
-
-    def _seen(self, source: str, *names: str) -> str:
-        for name in names:
-            if self.exact or name == "float64":
-                for trial in self._of(name):
-                    if seen := trial.verdict(self.program, source):
-                        return {Field.name: "field", AsWritten.name: "float64"}.get(seen, seen)
-        return ""
+    def _seen(self, source: str, name: str) -> str:
+        seen = next(filter(None, (trial.verdict(self.program, source) for trial in self._of(name))), "")
+        return TOLD.get(seen, seen)
 
     def _of(self, name: str) -> list[Trial]:
         """The samples of that name, which are drawn once."""
@@ -174,6 +162,9 @@ class Judge:
             self.trials[name] = [Trial.of(self.program, self.model, kind, **sizes) for sizes in SAMPLES[name]]
         return self.trials[name]
 
+
+TOLD = {Field.name: "field", AsWritten.name: "float64"}
+"""The verdict of each arithmetic."""
 
 SAMPLES: dict[str, list[dict[str, int]]] = {
     "quick": [dict(seed=0, microbatches=1, steps=1)],

@@ -8,23 +8,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ndcompile.mesh import MeshSpec
 from ndcompile.runtime import private
-from ndcompile.verify.arithmetic import Field, Float64
+from ndcompile.verify.arithmetic import Domain, Field, Float64
 from ndcompile.verify.lockstep import run_ranks
-from ndcompile.verify.numbered import Numbered
-from ndcompile.verify.score import LATER, Judge
+from ndcompile.verify.numbered import Graph, Known, Numbered
+from ndcompile.verify.score import LATER
 from tests.verify.test_mutants import all_mutants, judge
 
 Text = Callable[[int, Tensor, Tensor], Any]
 
 
-def run(text: Text, known: Numbered | None = None, domain: type = Field) -> tuple[Numbered, Any]:
+def run(text: Text, known: Known | None = None, domain: type[Domain] = Field) -> tuple[Graph, Any]:
     x, y = (Field(seed).draw((4, 2)) for seed in (1, 2))
-    numbered = Numbered(dict(x=x, y=y), known and known.own)
-    found = run_ranks(MeshSpec.parse("tp=2"), domain(0), lambda rank: text(rank, x, y), numbered)
-    return numbered, numbered.key(found)
+    arithmetic = domain(0)
+    numbered = Numbered(arithmetic, dict(x=x, y=y), known)
+    found = run_ranks(MeshSpec.parse("tp=2"), arithmetic, lambda rank: text(rank, x, y), numbered)
+    numbered.end(found)
+    return numbered.graph, found
 
 
 def total(x: Tensor) -> Tensor:
@@ -81,16 +84,25 @@ OTHER: dict[str, tuple[Text, Text]] = {
 @pytest.mark.parametrize("name", ALIKE)
 def test_what_is_computed_alike_has_the_same_numbers(name: str) -> None:
     one, other = ALIKE[name]
-    known, right = run(one)
-    assert run(one, known)[1] == right
-    assert run(other, known)[1] == right
+    right, _ = run(one)
+    assert run(one, right.known)[0].ends == run(other, right.known)[0].ends == right.ends
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_what_is_computed_otherwise_has_others(name: str) -> None:
     one, other = OTHER[name]
-    known, right = run(one)
-    assert run(other, known)[1] != right
+    right, _ = run(one)
+    assert run(other, right.known)[0].ends != right.ends
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_is_known_is_given_again(name: str) -> None:
+    """Every rank's results beside another text's numbers and values are what they are by themselves."""
+    one, other = OTHER[name]
+    (right, first), (_, found) = run(one), run(other)
+    again = run(one, right.known)[1], run(other, right.known)[1]
+    for x, y in zip(pytree.tree_leaves((first, found)), pytree.tree_leaves(again), strict=True):
+        assert torch.equal(x, y)
 
 
 DEPENDS: dict[str, tuple[Text, bool]] = {
@@ -116,9 +128,9 @@ def test_verdicts_are_those_of_all_runs(monkeypatch: pytest.MonkeyPatch) -> None
     """Of what the cheapest sample does not see: with the right graph's verdicts shared, and without."""
     own = judge("mlp", "dp_shard=2, tp=2")
     unseen = [m for m in all_mutants("mlp", "dp_shard=2, tp=2") if not own._seen(m.source, "quick")]
-    shared = [own._where_right(m.source) for m in unseen]
-    assert {*shared} >= {LATER, LATER[:1]}
+    asked, where = [], own._where_right
+    monkeypatch.setattr(own, "_where_right", lambda *given: asked.append(where(*given)) or asked[-1])
     verdicts = [own(m) for m in unseen]
-    monkeypatch.setattr(Judge, "_where_right", lambda self, source: ())
+    assert {*asked} >= {LATER, LATER[:1]} and {*verdicts} == {"equivalent", "float64"}
+    monkeypatch.setattr(own, "_where_right", lambda *given: ())
     assert verdicts == [own(m) for m in unseen]
-    assert {*verdicts} == {"equivalent", "float64"}
