@@ -367,6 +367,7 @@ STARTS = frozenset(COLLECTIVES.values())
 """The same ops, as a set."""
 
 GROUPED_MM = _aten._grouped_mm.default
+CAST = _aten._to_copy.default
 
 
 def in_this_order(graph: fx.Graph, after: Mapping[fx.Node, Sequence[fx.Node]]) -> None:

@@ -85,7 +85,7 @@ class Numbered:
         number = self._number(id(op), self._key(args, taken), self._key(kwargs, taken) if kwargs else ())
         varies, (mutates, chooses) = True in taken.values(), _facts(op)
         made = self._made(number, op, args, kwargs, mutates)
-        if op is torch.ops.aten._to_copy.default and _is_same(args[0], made):
+        if op is private.CAST and _is_same(args[0], made):
             self._put(made, self._memory[private.storage_id(args[0])])
             return made
         for i, x in enumerate(made if isinstance(made, (list, tuple)) else (made,)):
