@@ -12,7 +12,8 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from types import ModuleType
+from functools import lru_cache
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -328,7 +329,7 @@ def execute(
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     module = ModuleType(f"ndcompile_emitted_{manifest.root}_{next(_EXECUTED)}")
     with use(mesh):
-        exec(compile(source, name, "exec"), vars(module))
+        exec(_code(source, name), vars(module))
     shapes = {n: _shape_in_compute(plan, mesh) for n, plan in manifest.parameters.items()}
     state = State(
         mesh, parameters, buffers, shapes,
@@ -343,6 +344,12 @@ def execute(
 
 
 _EXECUTED = itertools.count()
+
+
+@lru_cache(maxsize=2)
+def _code(source: str, name: str) -> CodeType:
+    """The text for Python: where one process runs it for all ranks, it is read once."""
+    return compile(source, name, "exec")
 
 
 def _shape_in_compute(plan: ParameterPlan, mesh: Mesh) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -111,7 +112,7 @@ def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def is_distributed(x: Tensor) -> TypeGuard[DTensor]:
     """Whether `x` is a DTensor."""
-    return hasattr(x, "_local_tensor") and hasattr(x, "_spec")
+    return type(x) is not Tensor and hasattr(x, "_local_tensor") and hasattr(x, "_spec")
 
 
 def local(x: Tensor) -> Tensor:
@@ -315,16 +316,23 @@ def storage_id(x: Tensor) -> int | None:
     return None if is_distributed(x) else x.untyped_storage()._cdata
 
 
+class _Dispatched(TorchDispatchMode):
+    def __init__(self, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing of it is compiled, and telling dynamo so at each op takes longer than most ops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._run(func, args, kwargs or {})
+
+
 @contextmanager
 def dispatched(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Let `run(op, args, kwargs)` do every ATen op of this thread, forward and backward, below autograd."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return run(func, args, kwargs or {})
-
-    with Mode():
+    with _Dispatched(run):
         yield
 
 
@@ -399,6 +407,7 @@ COLLECTIVES = {
 
 GROUPED_MM = _aten._grouped_mm.default
 WAIT = _ops.wait_tensor.default
+CAST = _aten._to_copy.default
 
 
 def fake_mode_of(values: Any) -> AbstractContextManager[Any]:

@@ -7,7 +7,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -65,6 +65,10 @@ class Domain(ABC):
     def draw(self, shape: Sequence[int], positive: bool = False) -> Tensor:
         """A random tensor: a parameter, an input, a cotangent."""
 
+    def follows(self, args: tuple[Any, ...]) -> bool:
+        """Whether of what an op makes of these more is noted than the result says."""
+        return False
+
     def stored(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         """What is drawn, as a value of the program's dtype: here there is one dtype for all."""
         return x
@@ -80,6 +84,8 @@ class Domain(ABC):
 
 def widened(value: Any) -> Any:
     """Arguments with every floating dtype as float64."""
+    if isinstance(value, Tensor):
+        return value
     if isinstance(value, torch.dtype):
         return torch.float64 if value.is_floating_point else value
     if isinstance(value, (list, tuple)):
@@ -87,6 +93,17 @@ def widened(value: Any) -> Any:
     return value
 
 
+def wide(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """All that an op is given, with every floating dtype as float64."""
+    return (widened(args), {k: widened(v) for k, v in kwargs.items()}) if _takes_dtype(op) else (args, kwargs)
+
+
+@cache
+def _takes_dtype(op: Op) -> bool:
+    return any("ScalarType" in str(argument.real_type) for argument in op._schema.arguments)
+
+
+@cache
 def base_name(op: Op) -> str:
     """`mul` of `aten.mul.Tensor`."""
     name: str = op.name()
@@ -94,8 +111,8 @@ def base_name(op: Op) -> str:
 
 
 def namespace(op: Op) -> str:
-    name: str = op.name()
-    return name.partition("::")[0]
+    found: str = op.namespace
+    return found
 
 
 class Float64(Domain):
@@ -105,7 +122,8 @@ class Float64(Domain):
     exact = False
 
     def run(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return op(*(widened(a) for a in args), **{k: widened(v) for k, v in kwargs.items()})
+        args, kwargs = wide(op, args, kwargs)
+        return op(*args, **kwargs)
 
     def encode(self, x: Tensor) -> Tensor:
         return x.double() if x.is_floating_point() else x
@@ -161,6 +179,7 @@ class Field(Domain):
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
         super().__init__(seed, device)
         self._functions: dict[Any, Tensor] = {}
+        self._numbers: dict[Any, float] = {}
         self._inverses = inverses(self.prime).to(self.device)
         self.infinite = False
         self.known = Known()
@@ -176,10 +195,19 @@ class Field(Domain):
         if isinstance(x, float) and not math.isfinite(x):
             self.infinite = self.infinite or math.isinf(x)
             return x
+        key = type(x), x
+        if key not in self._numbers:
+            self._numbers[key] = self._finite(x)
+        return self._numbers[key]
+
+    def _finite(self, x: float | int | bool) -> float:
         fraction = Fraction(x).limit_denominator(1000)
         if isinstance(x, int) or float(fraction) == x:
             return float(fraction.numerator * pow(fraction.denominator, -1, self.prime) % self.prime)
         return float(scrambled(self.seed, "constant", x) % self.prime)
+
+    def follows(self, args: tuple[Any, ...]) -> bool:
+        return self.known.concerns(args)
 
     def encode(self, x: Tensor) -> Tensor:
         if not x.is_floating_point():
@@ -213,8 +241,7 @@ class Field(Domain):
     def function(self, name: Any, x: Tensor) -> Tensor:
         """A random function of an element, the same for the same name; of minus infinity it is 0."""
         if name not in self._functions:
-            seed = torch.Generator().manual_seed(scrambled(self.seed, name))
-            self._functions[name] = torch.randint(0, self.prime, (self.prime,), generator=seed).double().to(self.device)
+            self._functions[name] = _random_function(self.prime, scrambled(self.seed, name)).to(self.device)
         if self.infinite:
             finite = x.isfinite()
             return torch.where(finite, look_up(self._functions[name], torch.where(finite, x, 0.0)), 0.0)
@@ -223,8 +250,7 @@ class Field(Domain):
     def order(self, x: Tensor) -> Tensor:
         """Each element's place in the random total order."""
         if "order" not in self._functions:
-            seed = torch.Generator().manual_seed(scrambled(self.seed, "order"))
-            self._functions["order"] = torch.randperm(self.prime, generator=seed).double().to(self.device)
+            self._functions["order"] = _random_order(self.prime, scrambled(self.seed, "order")).to(self.device)
         if self.infinite:
             finite = x.isfinite()
             return torch.where(finite, look_up(self._functions["order"], torch.where(finite, x, 0.0)), x)
@@ -242,27 +268,26 @@ class Field(Domain):
         try:
             made = self._meant(op, args, kwargs)
         except NotInDomain:
-            true = self.known.of(op, *self._wide(args, kwargs))
+            true = self.known.of(op, *wide(op, args, kwargs))
             if true is None:
                 raise
             return self._encoded(true)
-        self.known.follow(op, *self._wide(args, kwargs), made)
+        if self.follows(args):
+            self.known.follow(op, *wide(op, args, kwargs), made)
         return made
 
-    def _wide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return tuple(widened(a) for a in args), {k: widened(v) for k, v in kwargs.items()}
-
     def _encoded(self, true: Any) -> Any:
-        made = pytree.tree_map_only(Tensor, self.encode, true)
+        made = self.encode(true) if isinstance(true, Tensor) else pytree.tree_map_only(Tensor, self.encode, true)
         self.known.keep(made, true)
         return made
 
     def _meant(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, kind, meaning = meaning_of(op)
         if kind == "moves":
-            return op(*(widened(a) for a in args), **{k: widened(v) for k, v in kwargs.items()})
+            args, kwargs = wide(op, args, kwargs)
+            return op(*args, **kwargs)
         if kind == "constant" or not any(_is_element(a) for a in args):
-            args, kwargs = self._wide(args, kwargs)
+            args, kwargs = wide(op, args, kwargs)
             made = op(*args, **kwargs)
             return pytree.tree_map_only(Tensor, self.encode, made) if name in UNSET else self._encoded(made)
         if kind == "unknown":
@@ -315,9 +340,21 @@ def scrambled(*of: Any) -> int:
 
 
 def look_up(table: Tensor, x: Tensor) -> Tensor:
+    """Of each element what the table has there, in memory of its own."""
     index = x.long()
-    assert bool((index == x).all()), "a float tensor in the field holds residues"
-    return table[index]
+    assert torch.equal(index.to(x.dtype), x), "a float tensor in the field holds residues"
+    return table.take(index)
+
+
+@lru_cache(maxsize=32)
+def _random_function(prime: int, seed: int) -> Tensor:
+    """An element for each element. The next domain of the same seed, of another program, has the same ones."""
+    return torch.randint(0, prime, (prime,), generator=torch.Generator().manual_seed(seed)).double()
+
+
+@lru_cache(maxsize=4)
+def _random_order(prime: int, seed: int) -> Tensor:
+    return torch.randperm(prime, generator=torch.Generator().manual_seed(seed)).double()
 
 
 @cache

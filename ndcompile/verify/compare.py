@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -73,16 +73,24 @@ class Comparison:
             self.differences.append(Difference(what, rank, distance))
 
 
+Terms = Callable[[], Mapping[str, float]]
+"""How large what cancels is in each tensor, by its name; measured when first asked for."""
+
+
+def terms_of(program: Program, sample: Sample, domain: Domain) -> Terms:
+    return cache(lambda: cancelling.terms_of(program, sample, domain))
+
+
 def compare(
     program: Program, sample: Sample, right: Sequence[Step], found: Sequence[Sequence[Step]], domain: Domain,
-    first: int = 0,
+    first: int = 0, terms: Terms | None = None,
 ) -> Comparison:  # fmt: skip
-    """All steps on all ranks, or on those from `first` on that are given."""
+    """All steps on all ranks, or on those from `first` on that are given. Who compares often may give `terms_of`."""
     comparison, bar = Comparison(), BAR[domain.exact]
-    terms = cache(lambda: cancelling.terms_of(program, sample, domain))
+    terms = terms or terms_of(program, sample, domain)
     for number, step in enumerate(right):
         for rank, steps in enumerate(found, first):
-            for name, mine, theirs, least in _pairs(program, step, steps[number], rank):
+            for name, mine, theirs, least in _pairs(program, step, steps[number], rank, domain):
                 what = f"step {number}: {name}"
                 distance, elements = _distance(mine, theirs, least, domain)
                 if bar < distance < math.inf and norm(mine - theirs) <= OF_TERMS * terms().get(what, 0.0):
@@ -104,24 +112,24 @@ def _parts(program: Program, results: Sequence[Any], rank: int) -> Iterator[Any]
         yield y if layout is None or not isinstance(y, Tensor) else part(y, layout.dims, program.mesh, rank)
 
 
-def _pairs(program: Program, right: Step, found: Step, rank: int) -> Iterator[tuple[str, Any, Any, float]]:
+def _pairs(
+    program: Program, right: Step, found: Step, rank: int, domain: Domain
+) -> Iterator[tuple[str, Any, Any, float]]:
     """(what, the rank's tensor, what it must be, the least norm that a distance is measured by)."""
     mesh, dims = program.mesh, {name: plan.dims for name, plan in program.manifest.parameters.items()}
+    norms = {} if domain.exact else right.norms
     for number, (theirs, mine) in enumerate(zip(right.results, found.results, strict=True)):
         for i, whole in enumerate(_parts(program, theirs, rank)):
             yield result(number, i), mine[i], whole, 1e-30
-    total = norm(right.norm)
+    total = norms.get("gradient norm", 0.0)
     for name, gradient in right.gradients.items():
-        expected = None if gradient is None else part(gradient, dims[name], mesh, rank)
-        yield f"gradient of {name}", found.gradients[name], expected, max(norm_of(gradient), 1e-6 * total, 1e-30)
+        expected, what = None if gradient is None else part(gradient, dims[name], mesh, rank), f"gradient of {name}"
+        yield what, found.gradients[name], expected, max(norms.get(what, 0.0), 1e-6 * total, 1e-30)
     yield "gradient norm", found.norm, right.norm, 1e-30
     for name, parameter in right.parameters.items():
-        least = max(LEARNING_RATE * parameter.numel() ** 0.5, norm(parameter))
-        yield f"{name} after it", found.parameters[name], part(parameter, dims[name], mesh, rank), least
-
-
-def norm_of(x: Tensor | None) -> float:
-    return 0.0 if x is None else norm(x)
+        what = f"{name} after it"
+        least = max(LEARNING_RATE * parameter.numel() ** 0.5, norms.get(what, 0.0))
+        yield what, found.parameters[name], part(parameter, dims[name], mesh, rank), least
 
 
 def _distance(mine: Any, theirs: Any, least: float, domain: Domain) -> tuple[float, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from ndcompile.runtime.transport import Transport
 from ndcompile.verify import rings
 from ndcompile.verify.arithmetic import Domain
 from ndcompile.verify.lockstep import mesh_of, run_one, run_ranks
-from ndcompile.verify.places import part
+from ndcompile.verify.numbered import Numbered
+from ndcompile.verify.places import norm, part
 from ndcompile.verify.round_trip import difference
 from ndcompile.verify.sample import Sample, size_at
 from ndcompile.verify.shrink import Small, shortened
@@ -50,6 +52,11 @@ class Step:
         parameters = {f"{name} after it": p for name, p in self.parameters.items()}
         found = {**results, **gradients, "gradient norm": self.norm, **parameters}
         return {what: x for what, x in found.items() if isinstance(x, Tensor) and x.is_floating_point()}
+
+    @cached_property
+    def norms(self) -> dict[str, float]:
+        """Of `tensors`, once the step is over."""
+        return {what: norm(x) for what, x in self.tensors().items()}
 
 
 def result(microbatch: int, number: int) -> str:
@@ -103,13 +110,16 @@ Look = Callable[[int, int, Sequence[Any]], None]
 
 
 def on_ranks(
-    program: Program, sample: Sample, domain: Domain, source: str | None = None, look: Look | None = None
-) -> list[list[Step]]:
+    program: Program, sample: Sample, domain: Domain, source: str | None = None, look: Look | None = None,
+    numbered: Numbered | None = None,
+) -> list[list[Step]]:  # fmt: skip
     """The emitted text (or another one) on every rank of the program's mesh."""
+
+    def own(rank: int) -> list[Step]:
+        return on_rank(program, sample, domain, rank, source=source, look=look)
+
     with sdpa_kernel(SDPBackend.MATH):
-        return run_ranks(
-            program.mesh, domain, lambda rank: on_rank(program, sample, domain, rank, source=source, look=look)
-        )
+        return run_ranks(program.mesh, domain, own, numbered)
 
 
 def on_rank(

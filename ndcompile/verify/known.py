@@ -36,11 +36,15 @@ class Known:
         while len(self._held) > MOST:
             self._drop(next(iter(self._held)))
 
+    def concerns(self, args: tuple[Any, ...]) -> bool:
+        """Whether an op on these may be of known tensors alone, or change one: the first float lies where one is."""
+        for x in args:
+            if _is_float(x):
+                return private.storage_id(x) in self._memory
+        return True
+
     def follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
         """Keep what `op` made of known tensors; forget a known one that it changed by others."""
-        first = next((x for x in args if _is_float(x)), None)
-        if first is not None and private.storage_id(first) not in self._memory:
-            return
         true = self.of(op, args, kwargs)
         if true is not None:
             self.keep(made, true)

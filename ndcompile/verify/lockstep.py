@@ -11,6 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from ndcompile.mesh import MeshSpec
 from ndcompile.runtime import Mesh, private
 from ndcompile.verify.arithmetic import Domain, base_name, namespace
+from ndcompile.verify.numbered import Numbered
 
 T = TypeVar("T")
 GARBAGE = 12345
@@ -47,7 +50,7 @@ class Request:
     options: tuple[Any, ...]
     line: str
 
-    @property
+    @cached_property
     def kind(self) -> tuple[Any, ...]:
         """What ranks must agree on. How many rows go to whom is each rank's own: `perform` looks at both ends."""
         options = () if self.op == "all_to_all_single" else self.options
@@ -60,7 +63,7 @@ class Request:
 @dataclass
 class _Rank(Generic[T]):
     number: int
-    go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    go: SimpleQueue[None] = field(default_factory=SimpleQueue)
     request: Request | None = None
     answer: list[Tensor] | None = None
     result: T | None = None
@@ -76,12 +79,14 @@ def mesh_of(spec: MeshSpec, rank: int) -> Mesh:
     return Mesh(spec, rank, {axes: ",".join(axes) for axes in subsets})
 
 
-def run_ranks(spec: MeshSpec, domain: Domain, function: Callable[[int], T]) -> list[T]:
+def run_ranks(
+    spec: MeshSpec, domain: Domain, function: Callable[[int], T], numbered: Numbered | None = None
+) -> list[T]:
     """`function(rank)` on every rank of the mesh, in this arithmetic: what each returns, in rank order.
 
     Raises what a rank raises, and `RanksDisagree`.
     """
-    return _Lockstep(spec, domain, function).run()
+    return _Lockstep(spec, domain, function, numbered).run()
 
 
 def run_one(domain: Domain, function: Callable[[], T]) -> T:
@@ -91,10 +96,11 @@ def run_one(domain: Domain, function: Callable[[], T]) -> T:
 
 
 class _Lockstep(Generic[T]):
-    def __init__(self, spec: MeshSpec, domain: Domain, function: Callable[[int], T]) -> None:
-        self.spec, self.domain, self.function = spec, domain, function
+    def __init__(self, spec: MeshSpec, domain: Domain, function: Callable[[int], T], numbered: Numbered | None) -> None:
+        self.spec, self.domain, self.function, self.numbered = spec, domain, function, numbered
         self.ranks: list[_Rank[T]] = [_Rank(r) for r in range(spec.world_size)]
-        self.back = threading.Semaphore(0)
+        self.ready = deque(self.ranks)
+        self.back: SimpleQueue[BaseException | None] = SimpleQueue()
         self.over = False
         self.members: dict[tuple[str, int], list[int]] = {}
 
@@ -103,33 +109,39 @@ class _Lockstep(Generic[T]):
         for thread in threads:
             thread.start()
         try:
-            self._schedule()
+            self._next()
+            if (error := self.back.get()) is not None:
+                raise error
+            if waiting := [rank for rank in self.ranks if not rank.done]:
+                self._disagree(waiting[0])
         finally:
             self.over = True
             for rank, thread in zip(self.ranks, threads, strict=True):
-                rank.go.release()
+                rank.go.put(None)
                 thread.join()
         return [rank.result for rank in self.ranks]  # type: ignore[misc]
 
     # ---- the threads of the ranks -----------------------------------------------------------------------------------
 
     def _live(self, rank: _Rank[T]) -> None:
-        rank.go.acquire()
+        rank.go.get()
         try:
             if not self.over:
-                own = private.dispatched(lambda op, args, kwargs: self._op(rank, op, args, kwargs))
+                own = private.dispatched(partial(self._op, rank))
                 with torch.autograd.set_multithreading_enabled(False), own:  # a GPU's ranks share one such thread
                     rank.result = self.function(rank.number)
                 if rank.flying:
                     raise NeverWaitedFor(f"rank {rank.number} started {len(rank.flying)} collectives too many")
-        except BaseException as error:  # whatever ends the rank is reported by the scheduler
+        except BaseException as error:  # whatever ends the rank is raised where the run was begun
             rank.error = error
         rank.done = True
-        self.back.release()
+        self._pass_on(rank)
 
     def _op(self, rank: _Rank[T], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if namespace(op) == "_c10d_functional":
             return self._collective(rank, base_name(op), args)
+        if self.numbered is not None:
+            return self.numbered.run(op, args, kwargs)
         return self.domain.run(op, args, kwargs)
 
     def _collective(self, rank: _Rank[T], op: str, args: tuple[Any, ...]) -> Tensor | list[Tensor]:
@@ -139,11 +151,14 @@ class _Lockstep(Generic[T]):
         several = isinstance(value, (list, tuple))
         values = tuple(value) if several else (value,)
         rank.request = Request(single(op), group, values, tuple(map(_plain, options)), _line())
-        self.back.release()
-        rank.go.acquire()
+        self._pass_on(rank)
+        rank.go.get()
         if self.over:
             raise _Abort
         assert rank.answer is not None, "the scheduler answers a request before it lets the rank go on"
+        if op.endswith("_") and self.numbered is not None:
+            for value in values:
+                self.numbered.wrote(value, GARBAGE)
         started = [
             value.fill_(GARBAGE) if op.endswith("_") else torch.full_like(answer, GARBAGE)
             for value, answer in zip(values, rank.answer, strict=True)
@@ -153,23 +168,31 @@ class _Lockstep(Generic[T]):
 
     def _wait(self, rank: _Rank[T], started: Tensor) -> Tensor:
         finished = rank.flying.pop(private.storage_id(started), None)
+        if finished is not None and self.numbered is not None:
+            self.numbered.wrote(started, finished)
         return started if finished is None else started.copy_(finished)
 
-    # ---- the scheduler ----------------------------------------------------------------------------------------------
+    # ---- whose turn it is: said by the rank whose turn ends, which saves every second change of threads -------------
 
-    def _schedule(self) -> None:
-        ready = deque(self.ranks)
-        while ready:
-            rank = ready.popleft()
-            rank.go.release()
-            self.back.acquire()
+    def _pass_on(self, rank: _Rank[T]) -> None:
+        """After a rank's turn, which ended at a collective, or for good."""
+        if self.over:
+            return
+        try:
             if rank.error is not None:
                 raise rank.error
             if not rank.done:
-                ready.extend(self._meet(rank))
-        waiting = [rank for rank in self.ranks if not rank.done]
-        if waiting:
-            self._disagree(waiting[0])
+                self.ready.extend(self._meet(rank))
+        except BaseException as error:  # whatever ends the run is raised where it was begun
+            self.back.put(error)
+        else:
+            self._next()
+
+    def _next(self) -> None:
+        if self.ready:
+            self.ready.popleft().go.put(None)
+        else:
+            self.back.put(None)
 
     def _meet(self, rank: _Rank[T]) -> list[_Rank[T]]:
         """If all ranks of this one's group have come to a collective on it: do it, and let them go on."""
@@ -181,6 +204,11 @@ class _Lockstep(Generic[T]):
         if any(r.kind != requests[0].kind for r in requests):
             self._disagree(rank)
         answers = perform(self.domain, requests)
+        if self.numbered is not None:
+            options = [r.options for r in requests]
+            for i in range(len(answers[0])):
+                given, brought = [r.values[i] for r in requests], [answer[i] for answer in answers]
+                self.numbered.met(rank.request.op, options, given, brought)
         for other, answer in zip(group, answers, strict=True):
             other.request, other.answer = None, answer
         return group

@@ -44,6 +44,16 @@ class Sample:
         """The same sample with copies of the buffers, since a forward may write to them."""
         return replace(self, buffers={name: buffer.clone() for name, buffer in self.buffers.items()})
 
+    def named(self) -> dict[str, Tensor]:
+        """All of its tensors, by names."""
+        groups: dict[str, Mapping[str, Tensor | None]] = dict(parameter=self.parameters, buffer=self.buffers)
+        for n, batch in enumerate(self.batches):
+            groups[f"microbatch {n}"] = dict(zip(self.inputs, batch, strict=True))
+        for n, drawn in self.drawn.items():
+            groups[f"cotangents of microbatch {n}"] = {str(i): x for i, x in enumerate(drawn)}
+        found = {f"{group} {name}": x for group, held in groups.items() for name, x in held.items() if x is not None}
+        return found | {"key": self.key}
+
     def to(self, device: torch.device) -> Sample:
         """The same sample on a device."""
         return replace(

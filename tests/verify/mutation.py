@@ -7,7 +7,8 @@
     python -m tests.verify.mutation LOG --show                       the score, and what the log has not got
 
 A program's bugs are planted in an order that is drawn by a fixed seed, first one site of each operator, then another:
-wherever time ends, no operator was left out. Exit status 1 if a bug is alive.
+wherever time ends, no operator was left out. Exit status 1 if a bug is alive. A log is of one version of the compiler:
+programs of which it has all bugs are not compiled again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,27 +89,33 @@ class Work:
 def run(models: Iterable[str], work: Work, jobs: int, end: float) -> None:
     """Each model in one of `jobs` processes. Of the time that is left, a model gets its share when it begins."""
     left = list(models)
-    done = {key(row) for row in rows(work.log)}
+    known = rows(work.log)
+    done, settled = {key(row) for row in known}, settled_of(known, work.every)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         running: set[Future[None]] = set()
         while (left and time.time() < end) or running:
             while left and len(running) < jobs and time.time() < end:
                 share = min(1.0, jobs / len(left)) * (end - time.time())
-                running.add(pool.submit(run_model, left.pop(0), work, done, time.time() + share))
+                running.add(pool.submit(run_model, left.pop(0), work, done, time.time() + share, settled))
             finished, running = wait(running, return_when=FIRST_COMPLETED)
             for each in finished:
                 each.result()
 
 
-def run_model(model: str, work: Work, done: set[Key], end: float) -> None:
-    """The bugs of one model, on each mesh for its share of the time; it is captured once."""
-    left = work.count
+def run_model(
+    model: str, work: Work, done: set[Key], end: float, settled: Mapping[tuple[str, str], bool] | None = None
+) -> None:
+    """The bugs of one model, on each mesh for its share of the time; it is captured once. Of a model and mesh that are
+    `settled` it is known whether there is a program, and there is nothing left to do.
+    """
+    left, settled = work.count, settled or {}
     with captured_once():
         for mesh in work.meshes:
             share = (end - time.time()) / left
             try:
-                left -= run_program(Case(model, mesh), work, done, time.time() + share)
+                known = settled.get((model, mesh))
+                left -= run_program(Case(model, mesh), work, done, time.time() + share) if known is None else known
             except Exception:
                 write(work.log, dict(model=model, mesh=mesh, failed=traceback.format_exc()))
             if not left:
@@ -127,7 +134,7 @@ def run_program(case: Case, work: Work, done: set[Key], end: float) -> bool:
         write(work.log, program_row | dict(refused=error.what))
         return False
     chosen = in_turn([*graph_mutants(program), *mutants(str(program), program.mesh)], f"{SEED} {case}", work.every)
-    write(work.log, program_row | dict(sites=Counter(mutant.operator for mutant in chosen)))
+    write(work.log, program_row | dict(sites=Counter(m.operator for m in chosen), every=work.every))
     judge = Judge(program, made)
     alarm = judge(Mutant("", 0, "", "", str(program)))
     if alarm not in ("equivalent", "not said"):
@@ -203,6 +210,16 @@ def key(row: Row) -> Key:
     return tuple(row.get(k) for k in ("model", "mesh", "operator", "line", "before", "after"))
 
 
+def settled_of(known: Iterable[Row], every: int) -> dict[tuple[str, str], bool]:
+    """The models and meshes that a log is through with: those that do not compile, and those with all bugs judged."""
+    programs, latest = Programs(), {key(row): row for row in known}
+    for row in latest.values():
+        programs.add(row)
+    of_every = {(row["model"], row["mesh"]) for row in latest.values() if row.get("every") == every}
+    judged = {p: True for p, sites in programs.sites.items() if p in of_every and programs.judged[p] == sites}
+    return dict.fromkeys(programs.refused, False) | judged
+
+
 def show(log: Path, console: Console | None = None) -> bool:
     """The table of all, what was not seen, and what is not done; whether no bug is alive and nothing failed."""
     console = console or Console(width=150)
@@ -223,10 +240,10 @@ class Programs:
     """How much of each program the log has."""
 
     def __init__(self) -> None:
-        self.sites: dict[Key, Counter[str]] = {}
-        self.judged: defaultdict[Key, Counter[str]] = defaultdict(Counter)
-        self.refused: dict[Key, str] = {}
-        self.failed: dict[Key, str] = {}
+        self.sites: dict[tuple[str, str], Counter[str]] = {}
+        self.judged: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        self.refused: dict[tuple[str, str], str] = {}
+        self.failed: dict[tuple[str, str], str] = {}
         self.seconds = 0.0
 
     def add(self, row: Row) -> None:

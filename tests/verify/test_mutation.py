@@ -13,7 +13,7 @@ from rich.console import Console
 from ndcompile.verify.mutants import Mutant
 from tests.equivalence import deep, grouped, recurrent, torch_nn, zoo
 from tests.equivalence.odd import ODD
-from tests.verify.mutation import MESHES, Work, in_turn, key, rows, run_model, show, write
+from tests.verify.mutation import MESHES, Work, in_turn, key, rows, run_model, settled_of, show, write
 
 SMALL = ("mlp", *ODD, *deep.DEEP, *grouped.GROUPED, *recurrent.RECURRENT, "nn.MultiheadAttention")
 """Models that compile and run in a second or two; the command takes all."""
@@ -39,6 +39,21 @@ def test_a_log_is_taken_up_and_says_what_is_alive(tmp_path: Path) -> None:
     assert show(log, console)
     write(log, dict(model="mlp", mesh="tp=2", operator="x", line=1, before="a", after="b", verdict="alive"))
     assert not show(log, console)
+
+
+def test_what_a_log_is_through_with_is_not_compiled_again(tmp_path: Path) -> None:
+    log, work = tmp_path / "log.jsonl", Work(tmp_path / "log.jsonl", ("tp=2", "dp_shard=2"), count=2, every=20)
+    run_model("mlp", work, set(), time.time() + 100)
+    known = rows(log)
+    refused = dict(model="gpt", mesh="tp=3", refused="no such program")
+    assert settled_of([*known, refused], 20) == {
+        ("mlp", "tp=2"): True,
+        ("mlp", "dp_shard=2"): True,
+        ("gpt", "tp=3"): False,
+    }
+    assert settled_of(known, 1) == {} and list(settled_of(known[:-1], 20)) == [("mlp", "tp=2")]
+    run_model("mlp", work, set(), time.time() + 100, settled_of(known, 20))
+    assert rows(log) == known
 
 
 def test_a_sample_of_the_matrix_leaves_no_bug_alive(tmp_path: Path) -> None:
