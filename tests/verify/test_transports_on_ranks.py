@@ -135,6 +135,7 @@ def bugs_of_wires_are_seen(mesh: str) -> list[list[bool | None]]:
     return [[claim.held for claim in claims] for claims in (found, exact, delayed)]
 
 
+@pytest.mark.full
 def test_wires_pass_and_each_bug_in_them_is_seen() -> None:
     for found in ranks.run(2, bugs_of_wires_are_seen, "tp=2", timeout=200):
         assert found == [[True] * 4, [False, False], [False, False]]
@@ -161,9 +162,10 @@ def no_barrier():
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "status"),
-    [("one_slot", 1), *(pytest.param(*case, marks=pytest.mark.full) for case in (("right", 0), ("no_barrier", 1)))],
+    [("one_slot", 1), ("right", 0), ("no_barrier", 1)],
 )
 def test_the_command_sees_a_bug_in_copies(model: str, status: int, tmp_path: Path) -> None:
     (tmp_path / "planted.py").write_text(PLANTED)
