@@ -56,10 +56,9 @@ def _product(node: fx.Node) -> Product | None:
 
 def _join_gather(graph: fx.Graph, gather: fx.Node) -> None:
     x, dim, ranks, group = gather.args
-    whole = _value(gather)
-    (wait,) = gather.users
+    whole, (wait, *others) = _value(gather), gather.users
     rows = [user for user in wait.users if user.target in VIEWS and _is_rows(user, whole)]
-    if wait.target is not private.WAIT or not rows or not _is_plain(whole, dim):
+    if wait.target is not private.WAIT or others or not rows or not _is_plain(whole, dim):
         return
     order = {node: number for number, node in enumerate(graph.nodes)}
     first = min(wait.users, key=order.__getitem__)
@@ -86,7 +85,7 @@ def _join_scatter(graph: fx.Graph, scatter: fx.Node) -> None:
     passed: list[fx.Node] = []
     products = list(_terms(summed, passed))
     biases = [p.bias for p in products if p is not None and p.bias is not None]
-    if None in products or len(biases) > 1 or not _is_plain(whole, dim):
+    if len(biases) > 1 or not _is_plain(whole, dim) or not all(p and _is_rows(p.node, whole) for p in products):
         return
     rows, factors = ([getattr(p, name) for p in products] for name in ("rows", "factor"))
     with graph.inserting_before(scatter):

@@ -19,7 +19,7 @@ from ndcompile.runtime.schedule import compile_options
 from tests.ranks import run
 from tests.runtime.test_collectives import axis_of
 
-B, S, K, M = 3, 4, 6, 5
+B, S, K, M = 3, 4, 6, 8
 Function = Callable[..., tuple[Tensor, ...]]
 
 
@@ -76,6 +76,15 @@ def read_twice(axis: Ranks, dim: int) -> Function:
     return f
 
 
+def in_heads(axis: Ranks, dim: int) -> Function:
+    """What is summed has the product's last dim as two."""
+
+    def f(p, a):
+        return (scattered(F.linear(p, a).unflatten(-1, (2, M // 2)), axis, dim),)
+
+    return f
+
+
 def of_no_product(axis: Ranks, dim: int) -> Function:
     def f(p, a):
         return (scattered(F.linear(p, a) + p.mean(-1, keepdim=True), axis, dim),)
@@ -91,6 +100,7 @@ CASES: dict[Callable[[Ranks, int], Function], tuple[list[tuple[int, ...]], Count
     down: ([(B, 6 * S, K), (M, K), (M,)], Counter(multiply_and_scatter=1)),
     along_the_sum: ([(B, S, K), (M, 6 * K)], Counter(gather_by_copies=1)),
     read_twice: ([(B, 6 * S, K), (M, K)], Counter(scatter_by_copies=1)),
+    in_heads: ([(B, 6 * S, K), (M, K)], Counter(scatter_by_copies=1)),
     of_no_product: ([(B, 6 * S, K), (M, K)], Counter(scatter_by_copies=1)),
 }
 
