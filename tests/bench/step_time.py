@@ -9,7 +9,8 @@ bfloat16 on float32 parameters, in each round `--warmup` steps and then `--steps
 stays: all of them must fit the GPU together. Rank 0 prints a JSON line for each case
 and round, with the median of its steps, and then a table: medians over rounds, and of the ratio to `single` in the same
 round the median and the quartiles. Hosts are noisy: only ratios of one round say something. A case that all ranks
-refuse prints its error, and the rest go on; a rank that fails alone ends the run.
+refuse prints its error, and the rest go on; a rank that fails alone ends the run. Give torch's `cp` a run of its own,
+with `single`: after it, a program on `cp` failed in the same process (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tests.bench.ways import WAYS, Way
 from tests.bench.workloads import WORKLOADS, Workload
 from tests.torchrun import join
 
-CASES = "single,ddp,fsdp2,tp,cp,ndcompile:dp_replicate=2,ndcompile:dp_shard=2,ndcompile:tp=2,ndcompile:cp=2"
+CASES = "single,ddp,fsdp2,tp,ndcompile:dp_replicate=2,ndcompile:dp_shard=2,ndcompile:tp=2,ndcompile:cp=2"
 Row = dict[str, Any]
 
 
