@@ -91,7 +91,8 @@ def test_only_arguments_are_saved() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         recomputed(inner)(w, x, KEY)
-    assert {private.storage_id(saved) for saved in kept} == {private.storage_id(saved) for saved in (*w, x, KEY)}
+    with_elements = [saved for saved in kept if saved.numel()]  # torch 2.11 keeps one without
+    assert {private.storage_id(x) for x in with_elements} == {private.storage_id(x) for x in (*w, x, KEY)}
 
 
 def test_without_gradients_it_is_the_function() -> None:
