@@ -141,8 +141,8 @@ def parallelize(
     on the meta device gets its parameters sharded from the start, filled with zeros. One rank compiles for all.
     `cuda_graph=True` records a training step after the first ones, and replays it: inputs then have fixed shapes, only
     the program's own losses have gradients, and each step's gradients lie in the same memory. `transport` is how
-    weights and their gradients travel: `"nccl"` (torch.distributed's collectives) or `"symmetric"` (copies between the
-    memories of one host's ranks). See `compile` for the rest.
+    weights, gradients and activations travel: `"nccl"` (torch.distributed's collectives) or `"symmetric"` (copies
+    between the memories of one host's ranks). See `compile` for the rest.
     """
     bind.join_world()
     if cuda_graph:

@@ -34,7 +34,7 @@ from ndcompile.runtime.transport import Collectives, Transport
 
 TIMEOUT = timedelta(seconds=300)
 TRANSPORTS = ("nccl", "symmetric")
-"""How weights and gradients may travel."""
+"""How weights, gradients and activations may travel."""
 
 
 def join_world() -> None:

@@ -313,10 +313,10 @@ def _of_all_gather(y: Tensor, dtype: torch.dtype, along: Along) -> Tensor:
 def _send_reduce_scatter(x: Tensor, along: Along) -> Tensor:
     x = private.cast(x, along.dtype)
     if by_copies(along.group):
-        x = x if along.size is None else _lengthen(x, along.dim, along.ranks * -(-along.size // along.ranks))
-        return start_reduce_scatter(x, along.dim, along.ranks, along.group)
-    x = _split(x, along.dim, along.ranks, along.size)
-    return private.start_reduce_scatter(x.flatten(0, 1), along.ranks, along.group)
+        x = _even(x, along.dim, along.ranks, along.size)
+    else:
+        x = _split(x, along.dim, along.ranks, along.size).flatten(0, 1)
+    return start_reduce_scatter(x, along.dim, along.ranks, along.group)
 
 
 def _of_reduce_scatter(y: Tensor, dtype: torch.dtype, along: Along) -> Tensor:
@@ -389,10 +389,14 @@ def _lengthen(x: Tensor, dim: int, length: int | None) -> Tensor:
     return torch.cat((x, _zeros(x, dim, length - x.shape[dim])), dim)
 
 
+def _even(x: Tensor, dim: int, ranks: int, size: int | None) -> Tensor:
+    """`x` with zeros at the end of `dim`, of which it has `size`, so that all parts are as long as the first."""
+    return x if size is None else _lengthen(x, dim, ranks * -(-size // ranks))
+
+
 def _split(x: Tensor, dim: int, ranks: int, size: int | None) -> Tensor:
     """`[…, ranks · n, …] → [ranks, …, n, …]`, contiguous: one block for each rank."""
-    if size is not None:
-        x = _lengthen(x, dim, ranks * -(-size // ranks))
+    x = _even(x, dim, ranks, size)
     return torch.unflatten(x, dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).contiguous()
 
 

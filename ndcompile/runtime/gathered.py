@@ -18,7 +18,7 @@ from ndcompile.runtime.packed import pack, unpack
 from ndcompile.runtime.pieces import CAUSAL, Piece, between, chunks, whole_rows
 from ndcompile.runtime.random import dropout
 from ndcompile.runtime.shared import Shared, split
-from ndcompile.runtime.wires import by_copies, start_all_gather, start_reduce_scatter
+from ndcompile.runtime.wires import start_all_gather, start_reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -189,9 +189,7 @@ def start_reduction(k: Tensor, v: Tensor, shared: Shared, dtype: torch.dtype) ->
     """Start to sum two wholes `[b, g, t, …]` over the ranks, each of which keeps its part."""
     ranks = range(shared.axis.size)
     rows = torch.cat([pack(_part(k, shared, rank), _part(v, shared, rank)).to(dtype) for rank in ranks])
-    if by_copies(shared.axis.group):
-        return start_reduce_scatter(rows, 0, shared.axis.size, shared.axis.group)
-    return private.start_reduce_scatter(rows, shared.axis.size, shared.axis.group)
+    return start_reduce_scatter(rows, 0, shared.axis.size, shared.axis.group)
 
 
 def _part(whole: Tensor, shared: Shared, rank: int) -> Tensor:

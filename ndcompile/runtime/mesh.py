@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ndcompile.mesh import MeshError, MeshSpec
 from ndcompile.runtime import private
-from ndcompile.runtime.wires import wire_over
+from ndcompile.runtime.wires import by_copies, wire_over
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,11 @@ class Mesh:
         """The same, with gathers and reduce-scatters of activations by copies (`wires.py`)."""
         wires = {names: wire_over(group, device) for names, group in (self.groups or {}).items()}
         return Mesh(self.spec, self.rank, wires, self._weight_groups)
+
+    @property
+    def wires(self) -> list[str]:
+        """The groups over which activations travel by copies."""
+        return [group for group in (self.groups or {}).values() if by_copies(group)]
 
     def for_weights(self, name: str) -> Ranks:
         """The ranks along an axis, with the group on which weights and their gradients move."""

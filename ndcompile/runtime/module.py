@@ -20,7 +20,6 @@ from ndcompile.runtime.manifest import InputPlan, Manifest
 from ndcompile.runtime.mesh import Mesh
 from ndcompile.runtime.random import draw_key
 from ndcompile.runtime.recorded import Recorder
-from ndcompile.runtime.wires import by_copies
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -68,11 +67,7 @@ class ParallelModule(nn.Module):
         self._compile_options = options
         self._recorder = None  # what it has recorded is not compiled
         for root, _ in self._programs.values():
-            type(root).compile(self._by_copies, **options)
-
-    @property
-    def _by_copies(self) -> bool:
-        return any(by_copies(group) for group in (self._mesh.groups or {}).values())
+            type(root).compile(bool(self._mesh.wires), **options)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -128,7 +123,7 @@ class ParallelModule(nn.Module):
         if self.training not in self._programs:
             found = self._make(self.training)
             if self._compile_options is not None:
-                type(found[0]).compile(self._by_copies, **self._compile_options)
+                type(found[0]).compile(bool(self._mesh.wires), **self._compile_options)
             self._programs[self.training] = found
         return self._programs[self.training]
 

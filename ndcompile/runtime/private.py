@@ -234,13 +234,13 @@ def is_recording() -> bool:
 
 def group_of(name: str) -> dist.ProcessGroup:
     """The group that functional collectives find by a name."""
-    found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a GroupName is a str
     return found
 
 
 def name_group(name: str, group: dist.ProcessGroup) -> None:
     """Let functional collectives find a group by one more name."""
-    torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
+    torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]  # the same
 
 
 class _Arrival(torch._C._distributed_c10d.Work):
@@ -288,7 +288,7 @@ def symmetric_memory(
     group = group or dist.group.WORLD
     assert group is not None, "the world has a process group"
     own = symmetric.empty(size, dtype=torch.uint8, device=device)
-    handle = symmetric.rendezvous(own, group_name(group))  # type: ignore[arg-type]
+    handle = symmetric.rendezvous(own, group_name(group))  # type: ignore[arg-type]  # a GroupName is a str
     views = [
         own if rank == group.rank() else handle.get_buffer(rank, (size,), torch.uint8) for rank in range(group.size())
     ]

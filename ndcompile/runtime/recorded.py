@@ -60,7 +60,7 @@ class Tape:
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._forward, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            record((state.mesh.groups or {}).values())
+            record(state.mesh.wires)
             with state.lane():
                 state.transport.record()
             with state.forward(leaves):  # parameters' own ends of a graph belong to the stream of an earlier step
@@ -72,7 +72,7 @@ class Tape:
         losses = [tensors[i] for i in self._scalars]
         self._cotangents = [torch.ones_like(x) for x in losses]
         with torch.cuda.graph(self._backward, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            record((state.mesh.groups or {}).values())
+            record(state.mesh.wires)
             found = torch.autograd.grad(losses, list(leaves.values()), self._cotangents, allow_unused=True)
             state.lane.join_all()
         self._gradients = [None if g is None else g.detach() for g in found]

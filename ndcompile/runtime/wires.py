@@ -56,9 +56,11 @@ def start_all_gather(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
 
 
 def start_reduce_scatter(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
-    """Start the sum over a wire, of which this rank keeps its part: `[…, ranks · n, …] → […, n, …]`."""
-    found: Tensor = _ops.scatter_by_copies.default(x, dim, ranks, group)
-    return found
+    """Start the sum of which this rank keeps its part: `[…, ranks · n, …] → […, n, …]`; without a wire, along dim 0."""
+    if by_copies(group):
+        found: Tensor = _ops.scatter_by_copies.default(x, dim, ranks, group)
+        return found
+    return private.start_reduce_scatter(x, ranks, group)
 
 
 def room(kind: str, shape: Sequence[int], dtype: torch.dtype, ranks: int) -> int:
@@ -72,11 +74,10 @@ def paged(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-def record(groups: Iterable[str]) -> None:
+def record(wires: Iterable[str]) -> None:
     """What is recorded from now on finds all slots of these wires free each time that it is done."""
-    for group in groups:
-        if by_copies(group):
-            _wires[group].record()
+    for name in wires:
+        _wires[name].record()
 
 
 class Wire:

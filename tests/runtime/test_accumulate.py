@@ -19,6 +19,7 @@ import ndcompile as nd
 from ndcompile.mesh import MeshSpec
 from ndcompile.runtime import Bucket, Mesh, private
 from ndcompile.runtime.harvest import Forward, Harvest
+from ndcompile.runtime.lane import Lane
 from tests.claims import assert_same_gradients
 from tests.equivalence.compare import own_rows
 from tests.models import Stack, seeded, tokens
@@ -88,6 +89,24 @@ def accumulates(mesh: str) -> None:
     torch.optim.AdamW(parallel.parameters()).step()
 
 
+def what_is_held_back_is_lent_to_the_lane(mesh: str) -> None:
+    """So that its memory is nobody else's while the lane reads it."""
+    parallel, lent, call = nd.parallelize(seeded(Stack), mesh, tokens()), set[int | None](), Lane.__call__
+
+    def noting(lane: Lane, *tensors: Tensor) -> Any:
+        lent.update(map(private.storage_id, tensors))
+        return call(lane, *tensors)
+
+    with parallel.accumulate():
+        parallel(**rows(tokens(), mesh))["loss"].backward()
+    buckets = parallel._program()[0]._state.order
+    held = {private.storage_id(x) for bucket in buckets for x in bucket._deferred.values()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lane, "__call__", noting)
+        parallel(**rows(tokens(), mesh))["loss"].backward()
+    assert held and held <= lent
+
+
 def a_step_in_between_is_an_error(mesh: str) -> None:
     parallel = nd.parallelize(seeded(Stack).double(), mesh, tokens(), float64=True)
     optimizer = torch.optim.SGD(parallel.parameters())
@@ -141,6 +160,7 @@ def all_claims(mesh: str) -> None:
     accumulates(mesh)
     if mesh != SHARDED:
         a_step_in_between_is_an_error(mesh)
+        what_is_held_back_is_lent_to_the_lane(mesh)
 
 
 MORE = [pytest.param(mesh, marks=pytest.mark.full) for mesh in ("dp_replicate=2", SHARDED)]

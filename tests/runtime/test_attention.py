@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from ndcompile.runtime import attention, attention_with_dropout, keep_mask
+from ndcompile.runtime import attention, attention_with_dropout, keep_mask, kernels, private
 
 FAR = 1e-10
 Parts = dict[str, Any]
@@ -134,3 +134,19 @@ def test_blocks_compile_as_one_graph() -> None:
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     ours, theirs = compiled(q, k, v, padding), attend(q, k, v, padding)
     assert_equal(results(ours, (q, k, v)), results(theirs, (q, k, v)))
+
+
+def test_cudnn_gets_results_and_gradients_as_its_own_forward_lays_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch finds a plan by the strides of queries, keys and values alone."""
+    q = torch.randn(2, 6, 4, 8).transpose(1, 2)  # tokens before heads
+    gradient, out = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 9, 8)[:, :, 2:8]
+    given: list[Tensor] = []
+
+    def backward(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        given[:] = args[0], args[4]
+        return q, q, q
+
+    monkeypatch.setitem(private.ATTENTION, "cudnn", (None, backward))
+    kernels._cudnn_backward(gradient, q, q, q, out, torch.zeros(2, 4, 6), None, kernels.Call(False, 1.0))
+    assert [x.stride() for x in given] == [torch.empty_like(q).stride()] * 2
+    assert torch.equal(given[0], gradient) and torch.equal(given[1], out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,7 @@ def bugs_are_seen(mesh: str, precision: str) -> dict[str, list[Claim]]:
     found = {"right": [here.payloads(), here.in_the_field(), *claims_of(here, right, "eager", 1)]}
     assert 'tensors travel by transport="symmetric"' in str(report(here, found["right"]))
     planted: dict[str, Callable[[], AbstractContextManager[None]]] = {
-        name: lambda site=site: without(site, set())  # type: ignore[misc]
-        for name, site in barriers(here, right).items()
+        name: partial(without, site, set()) for name, site in barriers(here, right).items()
     }
     for name, plant in {**planted, "one slot": one_slot}.items():
         with plant():
