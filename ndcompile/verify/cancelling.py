@@ -70,8 +70,9 @@ class Shaken(Float64):
         return self._off(x) if x.is_floating_point() else self._choice(x)
 
     def _choice(self, x: Tensor) -> Tensor:
-        self.choices.append(x.detach().clone() if self._given is None else next(self._given))
-        return self.choices[-1]
+        chosen = x if self._given is None else next(self._given)
+        self.choices.append(chosen.detach().clone())
+        return chosen.clone()  # autograd writes on what an op gives, and other runs take the same choices
 
     def _off(self, x: Tensor) -> Tensor:
         off = x * self._part * torch.randn(x.shape, generator=self._noise, dtype=torch.float64).to(x.device)
