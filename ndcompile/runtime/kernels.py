@@ -84,7 +84,7 @@ def _cudnn_backward(
 ) -> Three:
     _, op = private.ATTENTION["cudnn"]
     none, lengths = _no_random_state(q), (q.shape[2], k.shape[2])
-    gradient, out = _laid_out_like(gradient, q), _laid_out_like(out, q)
+    gradient, out, q = (_laid_out_like(x, q) for x in (gradient, out, q))
     of_q, of_k, of_v = op(
         gradient, q, k, v, out, lse.unsqueeze(-1), none, none, None, None, None, *lengths, 0.0, call.causal,
         scale=call.scale,
@@ -95,8 +95,9 @@ def _cudnn_backward(
 def _laid_out_like(x: Tensor, q: Tensor) -> Tensor:
     """`x [b, h, s, e]` dense, its dims in the order of those of `q`, as the kernel gives its own results.
 
-    torch finds a plan of cuDNN by the strides of `q`, `k` and `v` alone, whatever those of other tensors are: a plan
-    that was made for another layout of the result or its gradient would read other memory (aten, `cudnn/MHA.cpp`).
+    torch finds a plan of cuDNN by the strides of `q`, `k` and `v` alone (aten, `cudnn/MHA.cpp`): one that was made for
+    another layout of the result, its gradient or the log-sum-exp reads other memory. `q` is dense too, since whoever
+    calls with a part of a longer one, as torch's own ring does, may call with parts of the others.
     """
     order = sorted(range(q.dim()), key=q.stride, reverse=True)
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(q.dim())])

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ndcompile.runtime import private
 from ndcompile.verify.known import Known
+from ndcompile.verify.precise import precise
 
 Op = Any
 """An ATen op, as a dispatch mode sees it: `torch.ops.aten.mul.Tensor`."""
@@ -87,7 +88,7 @@ def widened(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, torch.dtype):
-        return torch.float64 if value.is_floating_point else value
+        return torch.float64 if value.is_floating_point else torch.complex128 if value.is_complex else value
     if isinstance(value, (list, tuple)):
         return type(value)(widened(v) for v in value)
     return value
@@ -123,10 +124,11 @@ class Float64(Domain):
 
     def run(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = wide(op, args, kwargs)
-        return op(*args, **kwargs)
+        made = op(*args, **kwargs)
+        return self.encode(made) if base_name(op) == "lift_fresh" else made  # what Python gave brings its own dtype
 
     def encode(self, x: Tensor) -> Tensor:
-        return x.double() if x.is_floating_point() else x
+        return precise(x) if is_element(x) else x
 
     def draw(self, shape: Sequence[int], positive: bool = False) -> Tensor:
         x = torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64).to(self.device)
@@ -141,7 +143,7 @@ class Float64(Domain):
     def distance(self, a: Tensor, b: Tensor, least: float) -> float:
         if a.shape != b.shape:
             return math.inf
-        a, b = a.detach().double(), b.detach().double()
+        a, b = precise(a.detach()), precise(b.detach())
         far = float((a - b).norm()) / max(float(b.norm()), least)
         return far if far == far else math.inf
 
@@ -168,8 +170,9 @@ LONGEST = 1 << 13
 class Field(Domain):
     """The integers modulo a prime. Sums, products and quotients are exact; what is neither is a random function.
 
-    A float tensor holds residues, or infinities. A constant is exact if it is a small rational, else a random element;
-    max and comparisons are by a random order of the elements, except that infinities are its ends.
+    A float tensor holds residues, or infinities; a complex one two of them. A constant is exact if it is a small
+    rational, else a random element; max and comparisons are by a random order of the elements, except that infinities
+    are its ends.
     """
 
     name = "F_p"
@@ -210,6 +213,8 @@ class Field(Domain):
         return self.known.concerns(args)
 
     def encode(self, x: Tensor) -> Tensor:
+        if x.is_complex():
+            return torch.view_as_complex(self.encode(torch.view_as_real(x)))
         if not x.is_floating_point():
             return x
         x = x.double()
@@ -223,10 +228,12 @@ class Field(Domain):
         """An operand of an arithmetic op: whole numbers and constants become elements."""
         if not isinstance(x, Tensor):
             return self.number(x)
-        return x if x.is_floating_point() else self.mod(x.double())
+        return x if is_element(x) else self.mod(x.double())
 
     def mod(self, x: Tensor) -> Tensor:
         """The residue; infinities stay."""
+        if x.is_complex():
+            return torch.view_as_complex(self.mod(torch.view_as_real(x)))
         if not self.infinite:
             return x.remainder_(self.prime)
         return torch.where(x.isinf(), x, x.remainder(self.prime))
@@ -286,7 +293,7 @@ class Field(Domain):
         if kind == "moves":
             args, kwargs = wide(op, args, kwargs)
             return op(*args, **kwargs)
-        if kind == "constant" or not any(_is_element(a) for a in args):
+        if kind == "constant" or not any(is_element(a) for a in args):
             args, kwargs = wide(op, args, kwargs)
             made = op(*args, **kwargs)
             return pytree.tree_map_only(Tensor, self.encode, made) if name in UNSET else self._encoded(made)
@@ -328,10 +335,10 @@ def meaning_of(op: Op) -> tuple[str, str, Any]:
     return op.name(), "unknown", None
 
 
-def _is_element(x: Any) -> bool:
+def is_element(x: Any) -> bool:
     if isinstance(x, Tensor):
-        return x.is_floating_point()
-    return isinstance(x, (list, tuple)) and any(_is_element(each) for each in x)
+        return x.is_floating_point() or x.is_complex()
+    return isinstance(x, (list, tuple)) and any(is_element(each) for each in x)
 
 
 def scrambled(*of: Any) -> int:
@@ -341,6 +348,8 @@ def scrambled(*of: Any) -> int:
 
 def look_up(table: Tensor, x: Tensor) -> Tensor:
     """Of each element what the table has there, in memory of its own."""
+    if x.is_complex():
+        raise NotInDomain("what is neither a sum nor a product of complex numbers has no meaning in the prime field")
     index = x.long()
     assert torch.equal(index.to(x.dtype), x), "a float tensor in the field holds residues"
     return table.take(index)

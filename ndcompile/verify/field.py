@@ -18,7 +18,7 @@ MOVES = frozenset(
     "slice_backward select_backward slice_scatter select_scatter unfold diagonal flip roll repeat zeros_like "
     "empty_like new_empty new_zeros empty_strided zero_ new_empty_strided tril triu _reshape_alias view_as "
     "constant_pad_nd_zero masked_select resize_ isinf isnan unfold_backward diagonal_backward ones_like "
-    "new_ones".split()
+    "new_ones view_as_real view_as_complex".split()
 )
 """Ops that move elements, or make zeros and ones: torch's own do that to residues as well."""
 
@@ -233,6 +233,8 @@ def _cast(d: Field, x: Tensor, **kwargs: Any) -> Tensor:
     dtype, x = kwargs.get("dtype"), x.to(kwargs.get("device") or x.device)
     if dtype is None or dtype.is_floating_point:
         return x.clone()
+    if dtype.is_complex:
+        return x.to(torch.complex128, copy=True)
     return x != 0 if dtype == torch.bool else _whole(x, f"a cast to {dtype}").to(dtype)
 
 
@@ -338,6 +340,15 @@ def _sigmoid_backward(d: Field, gradient: Tensor, out: Tensor) -> Tensor:
     return _mul(d, gradient, _mul(d, out, _rsub(d, out, 1)))
 
 
+def _polar(d: Field, length: Tensor, angle: Tensor) -> Tensor:
+    return torch.complex(*(_mul(d, length, d.function(name, angle)) for name in ("cos", "sin")))
+
+
+def _conj(d: Field, x: Tensor) -> Tensor:
+    real, imaginary = torch.view_as_real(x).unbind(-1)
+    return torch.complex(real, d.mod(-imaginary))
+
+
 def _convolution(d: Field, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
     assert math.prod(weight.shape[1:]) <= LONGEST, "a convolution is exact up to 8192 products an element"
     y = d.mod(torch.ops.aten.convolution(x, weight, None, *args))
@@ -413,6 +424,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "std": lambda d, *a, **k: d.function("sqrt", _var(d, *a, **k)),
     "mm": _matmul, "bmm": _matmul, "mv": _matmul, "dot": _matmul, "matmul": _matmul,
     "addmm": _addmm, "baddbmm": _addmm, "addmv": _addmm,
+    "polar": _polar, "_conj": _conj, "conj_physical": _conj,
     "addcmul": _addcmul, "addcdiv": _addcdiv, "lerp": _lerp,
     "_softmax": _softmax, "_safe_softmax": _safe_softmax, "_log_softmax": _log_softmax,
     "_softmax_backward_data": _softmax_backward, "_log_softmax_backward_data": _log_softmax_backward,

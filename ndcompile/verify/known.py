@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ndcompile.runtime import private
+from ndcompile.verify.precise import precise
 
 MOST = 4000
 """So many tensors are held, the latest."""
@@ -32,7 +33,7 @@ class Known:
                 place = _place(x)
                 if place not in self._held:
                     self._memory[place[0]] = self._memory.get(place[0], 0) + 1
-                self._held[place] = x, value
+                self._held[place] = x, precise(value)
         while len(self._held) > MOST:
             self._drop(next(iter(self._held)))
 
@@ -75,4 +76,4 @@ def _place(x: Tensor) -> tuple[Any, ...]:
 
 
 def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())

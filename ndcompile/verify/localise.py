@@ -26,6 +26,7 @@ from ndcompile.verify.compare import BAR, Difference
 from ndcompile.verify.execute import alone, cotangent_scales, data_ranks, emitted, forward_of, result_layouts
 from ndcompile.verify.lockstep import run_one, run_ranks
 from ndcompile.verify.places import Lies, first_wrong, part
+from ndcompile.verify.precise import precise
 from ndcompile.verify.sample import Sample, symbol_sizes
 from ndcompile.verify.shrink import Small
 from ndcompile.verify.trace import Call, Value, traced
@@ -224,12 +225,9 @@ def _wrong(
         tensors, target, layout = [v.cotangent for v in values], whole.cotangent, layout.dual
     else:
         tensors, target = [v.value for v in values], whole.value
-    if not target.is_floating_point():
-        tensors, target = [t.double() for t in tensors if t is not None], target.double()
-    rank = first_wrong(
-        [t for t in tensors if t is not None], target, layout, program.mesh, domain, BAR[domain.exact], 1e-30,
-        _lies(program, node, layout),
-    )  # fmt: skip
+    held = [precise(t) for t in tensors if t is not None]
+    lies, bar = _lies(program, node, layout), BAR[domain.exact]
+    rank = first_wrong(held, precise(target), layout, program.mesh, domain, bar, 1e-30, lies)
     return (
         None if rank is None else _fault(node, layout, rank, values[rank], text, "forward" if forward else "backward")
     )

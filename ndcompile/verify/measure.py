@@ -15,6 +15,7 @@ from ndcompile.program import Program
 from ndcompile.verify.error_model import Measured
 from ndcompile.verify.execute import result_layouts
 from ndcompile.verify.places import norm, part
+from ndcompile.verify.precise import precise
 from ndcompile.verify.training import Results, Trained
 
 ZERO = 1e-6
@@ -104,7 +105,7 @@ class Ruler:
 
 def _apart(a: Tensor, b: Tensor) -> float:
     """‖a − b‖, in which equal infinities are 0 apart."""
-    return float(torch.where(a == b, 0.0, a.double() - b.double()).norm())
+    return float(torch.where(a == b, 0.0, precise(a) - precise(b)).norm())
 
 
 def _total(gradients: Mapping[str, Tensor]) -> float:

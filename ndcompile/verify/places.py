@@ -11,6 +11,7 @@ from torch import Tensor
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import Layout
 from ndcompile.verify.arithmetic import Domain
+from ndcompile.verify.precise import precise
 
 
 def cut(
@@ -104,4 +105,4 @@ def first_wrong(
 
 
 def norm(x: Tensor) -> float:
-    return float(x.detach().double().nan_to_num(0, 0, 0).norm()) if x.numel() else 0.0
+    return float(precise(x.detach()).nan_to_num(0, 0, 0).norm()) if x.numel() else 0.0

@@ -92,7 +92,7 @@ def equal(names: Sequence[str], meshes: Sequence[str], device: torch.device) -> 
                     found = trained(name, mesh, way, device)
                     far = {what: distance(found[what], right[what], 1e-12) for what in right}
                     worst = max(far, key=lambda what: far[what])
-                    row = dict(model=name, mesh=mesh, dtype="bfloat16" if low else "float64")
+                    row: dict[str, Any] = dict(model=name, mesh=mesh, dtype="bfloat16" if low else "float64")
                     bits = found.keys() == right.keys() and all(torch.equal(found[w], right[w]) for w in right)
                     row |= dict(stalled=way.stalled, compiled=way.compiled, furthest=far[worst], at=worst)
                     yield row | dict(same_bits=bits, holds=low or far[worst] <= BAR)

@@ -33,7 +33,8 @@ class Spec:
 
     def tensor(self, arithmetic: Arithmetic = FLOATING) -> Tensor:
         made = self.make(tuple(map(value, self.sizes)))
-        return arithmetic.draw(made) if arithmetic.exact and made.is_floating_point() else made
+        drawn = arithmetic.exact and (made.is_floating_point() or made.is_complex())
+        return arithmetic.draw(made) if drawn else made
 
     def __repr__(self) -> str:
         return str(list(self.sizes)).replace(" ", "")

@@ -35,6 +35,8 @@ class InField(Arithmetic):
         return private.dispatched(self.domain.run)
 
     def draw(self, x: Tensor) -> Tensor:
+        if x.is_complex():
+            return torch.view_as_complex(self.domain.draw((*x.shape, 2)))
         return self.domain.draw(x.shape) if x.is_floating_point() else super().draw(x)
 
 
@@ -67,10 +69,7 @@ class Try:
         return self.call.trial(arithmetic, self.stopped)
 
     def _check(self, arithmetic: Arithmetic, most: int, among: Sequence[Rows] | None) -> Sequence[Rows]:
-        trial = self.trial(arithmetic)
-        if arithmetic.exact and any(x.is_complex() for x in trial.operands):
-            raise NotInDomain("the prime field has no complex numbers")
-        return trial.check(*self.ways, most=most, among=among)
+        return self.trial(arithmetic).check(*self.ways, most=most, among=among)
 
 
 def tries(rule: str) -> st.SearchStrategy[Try]:

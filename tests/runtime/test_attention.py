@@ -136,17 +136,17 @@ def test_blocks_compile_as_one_graph() -> None:
     assert_equal(results(ours, (q, k, v)), results(theirs, (q, k, v)))
 
 
-def test_cudnn_gets_results_and_gradients_as_its_own_forward_lays_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch finds a plan by the strides of queries, keys and values alone."""
-    q = torch.randn(2, 6, 4, 8).transpose(1, 2)  # tokens before heads
+def test_cudnn_gets_all_tensors_as_its_own_forward_lays_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch finds a plan by the strides of queries, keys and values alone; the rest must follow from the queries'."""
+    q = torch.randn(2, 12, 4, 8).transpose(1, 2)[:, :, 6:]  # tokens before heads, and the later half of them
     gradient, out = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 9, 8)[:, :, 2:8]
     given: list[Tensor] = []
 
     def backward(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        given[:] = args[0], args[4]
+        given[:] = args[0], args[1], args[4]
         return q, q, q
 
     monkeypatch.setitem(private.ATTENTION, "cudnn", (None, backward))
     kernels._cudnn_backward(gradient, q, q, q, out, torch.zeros(2, 4, 6), None, kernels.Call(False, 1.0))
-    assert [x.stride() for x in given] == [torch.empty_like(q).stride()] * 2
-    assert torch.equal(given[0], gradient) and torch.equal(given[1], out)
+    assert [x.stride() for x in given] == [torch.empty(2, 6, 4, 8).transpose(1, 2).stride()] * 3
+    assert all(torch.equal(x, right) for x, right in zip(given, (gradient, q, out), strict=True))
