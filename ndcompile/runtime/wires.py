@@ -27,6 +27,9 @@ SLOTS = 4
 PIECES = 32
 """So many copies at most for what one rank sends; of more, a kernel puts together what one copy brings."""
 
+KEPT = 1000
+"""Of so many places in slots the views are kept."""
+
 PAGE = 2**21
 """Bytes at whose multiples slots begin."""
 
@@ -88,10 +91,12 @@ class Wire:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self._own, self._count = group.rank(), group.size()
+        self._others = [(self._own + 1 + i) % self._count for i in range(self._count - 1)]
         self._device, self._lane = device, Lane(device)
         self._met: deque[torch.cuda.Event | None] = deque(maxlen=SLOTS)
         self._size = self._turn = 0
         self._peers: Peers | None = None
+        self._places: dict[object, list[Tensor]] = {}
         self._is_recorded = False
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
@@ -104,31 +109,33 @@ class Wire:
         """The whole `[…, ranks · n, …, k]`, and its products with factors `[k, m]`: own rows while others come."""
         whole, marks = self._gathered(x, dim)
         products = [x.new_empty((*whole.shape[:-1], factor.shape[1])) for factor in factors]
-        for rank in (self._own, *self._others()):
+        rows, places = self._rows(whole, dim), [self._rows(product, dim) for product in products]
+        for rank in (self._own, *self._others):
             self._lane.join(marks.get(rank))
-            for product, factor, bias in zip(products, factors, biases, strict=True):
-                _multiply(self._part(product, dim, rank), self._part(whole, dim, rank), factor, dim, bias)
+            for place, factor, bias in zip(places, factors, biases, strict=True):
+                _multiply(place[rank], rows[rank], factor, bias)
         return [whole, *products]
 
     def scatter(self, x: Tensor, dim: int) -> Tensor:
         """`[…, ranks · n, …] → […, n, …]`, this rank's part of the sum; to be waited for."""
+        parts = self._parts(x.contiguous(), dim)
 
         def put(to: Tensor, rank: int) -> None:
-            to.copy_(self._part(x, dim, rank))
+            to.copy_(parts[rank])
 
-        return self._scattered(put, x.shape, dim, x)
+        return self._scattered(put, parts[0].shape, x, x.shape, dim)
 
     def multiply_and_scatter(
         self, rows: Sequence[Tensor], factors: Sequence[Tensor], bias: Tensor | None, shape: Sequence[int], dim: int
     ) -> Tensor:
         """The same of the sum of products `[N, k] @ [k, m]`, which is of this shape: the others' rows come first."""
-        wholes = [x.reshape(*shape[:-1], x.shape[-1]) for x in rows]
+        parts = [self._rows(x.reshape(*shape[:-1], x.shape[-1]), dim) for x in rows]
 
         def put(to: Tensor, rank: int) -> None:
-            for number, (whole, factor) in enumerate(zip(wholes, factors, strict=True)):
-                _multiply(to, self._part(whole, dim, rank), factor, dim, to if number else bias)
+            for number, (part, factor) in enumerate(zip(parts, factors, strict=True)):
+                _multiply(to, part[rank], factor, to if number else bias)
 
-        return self._scattered(put, shape, dim, wholes[0])
+        return self._scattered(put, (*parts[0][0].shape[:-1], shape[-1]), rows[0], shape, dim)
 
     def record(self) -> None:
         self._is_recorded = True
@@ -142,58 +149,80 @@ class Wire:
             self._lane.join_all()
         self._met.clear()
 
-    def _others(self) -> list[int]:
-        """From the next rank on, so that not all turn to the same one."""
-        return [(self._own + 1 + i) % self._count for i in range(self._count - 1)]
+    def _parts(self, whole: Tensor, dim: int) -> tuple[Tensor, ...]:
+        """What each rank has of a contiguous whole along `dim`: `[pieces, length]`."""
+        return whole.view(math.prod(whole.shape[:dim]), self._count, -1).unbind(1)
+
+    def _rows(self, whole: Tensor, dim: int) -> tuple[Tensor, ...]:
+        """The same as matrices: `[n, k]`, or `[pieces, n, k]` where that is in several."""
+        pieces = math.prod(whole.shape[:dim])
+        if pieces == 1:
+            return whole.view(self._count, -1, whole.shape[-1]).unbind(0)
+        return whole.view(pieces, self._count, -1, whole.shape[-1]).unbind(1)
 
     def _gathered(self, x: Tensor, dim: int) -> tuple[Tensor, dict[int, torch.cuda.Event | None]]:
         """The whole, of which own parts are there, and by rank when theirs are."""
+        self._next(room("all_gather", x.shape, x.dtype, self._count))
         whole = x.new_empty(_along(x.shape, dim, x.shape[dim] * self._count))
-        slots = self._next(room("all_gather", x.shape, x.dtype, self._count))
-        for place in (_view(slots[self._own], x.shape, x.dtype), self._part(whole, dim, self._own)):
+        parts = self._parts(whole, dim)
+        sent = self._spaces("gathered", parts[0].shape, x.dtype, lambda rank: (rank, 0))
+        x = x.reshape(parts[0].shape)
+        for place in (sent[self._own], parts[self._own]):
             place.copy_(x)
         marks = {}
         with self._beside():
-            for rank in self._others():
-                _take(self._part(whole, dim, rank), _view(slots[rank], x.shape, x.dtype), dim)
+            for rank in self._others:
+                _take(parts[rank], sent[rank])
                 marks[rank] = self._lane.mark()
         return whole, marks
 
-    def _scattered(self, put: Callable[[Tensor, int], None], shape: Sequence[int], dim: int, like: Tensor) -> Tensor:
-        """The sum of what all ranks `put` for this one, of which own parts are put while those of others travel."""
-        slots = self._next(room("reduce_scatter", shape, like.dtype, self._count))
-        shape = _along(shape, dim, shape[dim] // self._count)
-        size = math.prod(shape) * like.itemsize
+    def _scattered(
+        self, put: Callable[[Tensor, int], None], part: Sequence[int], like: Tensor, shape: Sequence[int], dim: int
+    ) -> Tensor:
+        """The sum of what all ranks `put` for this one, of which own parts are put while those of others travel.
 
-        def area(sender: int, receiver: int) -> Tensor:
-            return _view(slots[sender][(receiver - sender - 1) % self._count * size :], shape, like.dtype)
-
-        for rank in self._others():
-            put(area(self._own, rank), rank)
+        Each puts a tensor of the shape `part`; the whole would be of this `shape`.
+        """
+        self._next(room("reduce_scatter", shape, like.dtype, self._count))
+        sent = self._spaces("sent", part, like.dtype, lambda rank: (self._own, self._area(self._own, rank)))
+        came = self._spaces("came", part, like.dtype, lambda rank: (rank, self._area(rank, self._own)))
+        for rank in self._others:
+            put(sent[rank], rank)
         with self._beside():
-            taken = [like.new_empty(shape).copy_(area(rank, self._own)) for rank in self._others()]
-        put(total := like.new_empty(shape), self._own)
+            taken = [like.new_empty(part).copy_(came[rank]) for rank in self._others]
+        put(total := like.new_empty(part), self._own)
         with self._lane():
             total = _sum(total, taken)
-        return self._on_its_way(total)
+        return self._on_its_way(total.view(_along(shape, dim, shape[dim] // self._count)))
 
-    def _part(self, whole: Tensor, dim: int, rank: int) -> Tensor:
-        """What a rank has of a whole."""
-        part = whole.shape[dim] // self._count
-        return whole.narrow(dim, rank * part, part)
+    def _area(self, sender: int, receiver: int) -> int:
+        """Which of the areas of a sender's slot is the receiver's."""
+        return (receiver - sender - 1) % self._count
 
-    def _next(self, size: int) -> Sequence[Tensor]:
-        """The next slot of each rank, with room for so many bytes; what lay in it has been taken."""
+    def _spaces(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, at: Callable[[int], tuple[int, int]]
+    ) -> list[Tensor]:
+        """For each rank the place of this shape in some rank's slot, after so many others: made once, and kept."""
+        key = name, self._turn, tuple(shape), dtype
+        if key not in self._places:
+            assert self._peers is not None, "there is room"
+            if len(self._places) > KEPT:
+                self._places.clear()
+            size, start = math.prod(shape) * dtype.itemsize, self._turn * self._size
+            spots = [at(rank) for rank in range(self._count)]
+            stretches = [self._peers.views[owner][start + after * size :][:size] for owner, after in spots]
+            self._places[key] = [stretch.view(dtype).view(*shape) for stretch in stretches]
+        return self._places[key]
+
+    def _next(self, size: int) -> None:
+        """Turn to the next slot, with room for so many bytes; what lay in it has been taken."""
         if size > self._size:
             self._grow(size)
         elif self._is_recorded and not private.is_recording():
             self._free()  # recorded exchanges may have taken place since
-        assert self._peers is not None, "there is room"
         self._turn = self._after(self._turn)
         if len(self._met) == SLOTS:
             self._lane.join(self._met[1])
-        start = self._turn * self._size
-        return [view[start : start + self._size] for view in self._peers.views]
 
     def _after(self, turn: int) -> int:
         """Which slot's turn is next."""
@@ -207,6 +236,7 @@ class Wire:
             torch.cuda.synchronize(self._device)
         self._size = paged(size)
         self._peers = Peers(SLOTS * self._size, self._device, self.group)
+        self._places.clear()
         self._met.clear()
 
     @contextmanager
@@ -224,14 +254,12 @@ class Wire:
         return x
 
 
-def _take(to: Tensor, value: Tensor, dim: int) -> None:
-    """Copy what lies in one piece to its place, piece by piece where that is in several."""
-    lead = math.prod(to.shape[:dim])
-    if lead > PIECES:
+def _take(to: Tensor, value: Tensor) -> None:
+    """Copy what lies in one piece to its place, piece by piece where that is in several: `[pieces, length]`."""
+    if to.shape[0] > PIECES:
         to.copy_(torch.empty_like(value).copy_(value))
         return
-    rest = to.shape[dim:]
-    for place, piece in zip(to.view(lead, *rest), value.view(lead, *rest), strict=True):
+    for place, piece in zip(to.unbind(), value.unbind(), strict=True):
         place.copy_(piece)
 
 
@@ -245,21 +273,13 @@ def _sum(own: Tensor, others: Sequence[Tensor]) -> Tensor:
     return total.to(own.dtype)
 
 
-def _multiply(to: Tensor, rows: Tensor, factor: Tensor, dim: int, more: Tensor | None) -> None:
-    """`to = rows @ factor (+ more)` for parts along `dim` of wholes: of several pieces, by one batched product."""
-    lead = math.prod(to.shape[:dim])
-    to, rows = (x.view(lead, -1, x.shape[-1]) for x in (to, rows))
-    if more is not None:
-        more = more.view(to.shape) if more.dim() > 1 else more
-        torch.baddbmm(more, rows, factor.expand(lead, -1, -1), out=to)
-    elif lead == 1:
-        torch.mm(rows[0], factor, out=to[0])
-    else:
-        torch.bmm(rows, factor.expand(lead, -1, -1), out=to)
-
-
-def _view(memory: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+def _multiply(to: Tensor, rows: Tensor, factor: Tensor, more: Tensor | None) -> None:
+    """`to = rows @ factor (+ more)`, of several matrices by one batched product."""
+    if rows.dim() == 2:
+        torch.mm(rows, factor, out=to) if more is None else torch.addmm(more, rows, factor, out=to)
+        return
+    factor = factor.expand(rows.shape[0], -1, -1)
+    torch.bmm(rows, factor, out=to) if more is None else torch.baddbmm(more, rows, factor, out=to)
 
 
 def _along(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
     python -m tests.bench.host_time
     python -m tests.bench.host_time --meshes "cp=2" --backend aot_eager --profile 25
+    python -m tests.bench.host_time --meshes "tp=2" --transport symmetric
 
 A Llama whose tensors are so small that kernels cost little, float32 on float64 parameters, compiled by region, on rank
 0 of a world whose other ranks are not there (torch's fake process group: a collective copies). Beside the meshes: the
@@ -58,7 +59,7 @@ def alone(ranks: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
 
 
-def built(mesh: str, blocks: int, backend: str, ids: torch.Tensor) -> nn.Module:
+def built(mesh: str, blocks: int, backend: str, transport: str, ids: torch.Tensor) -> nn.Module:
     """The model, or the parallel one; compiled by region."""
     model = llama(blocks).double()
     if mesh == "model":
@@ -69,16 +70,19 @@ def built(mesh: str, blocks: int, backend: str, ids: torch.Tensor) -> nn.Module:
     spec = "" if mesh == "one device" else mesh
     alone(nd.MeshSpec.parse(spec).world_size)
     precision = nd.Precision(compute=torch.float32, reduce=torch.float32)
-    parallel = nd.parallelize(model, spec, dict(input_ids=ids, labels=ids.clone()), precision=precision)
+    example = dict(input_ids=ids, labels=ids.clone())
+    parallel = nd.parallelize(model, spec, example, precision=precision, transport=transport)
     parallel.compile(backend=backend)
     return parallel
 
 
-def measure(mesh: str, blocks: int, tokens: int, steps: int, backend: str, profile: int) -> dict[str, float]:
+def measure(
+    mesh: str, blocks: int, tokens: int, steps: int, backend: str, transport: str, profile: int
+) -> dict[str, float]:
     """Microseconds: of forward and backward for each block (with its share of what is outside), of the optimizer."""
     torch.set_num_threads(1)
     ids = torch.arange(tokens)[None] % 128
-    model = built(mesh, blocks, backend, ids)
+    model = built(mesh, blocks, backend, transport, ids)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     seconds: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
 
@@ -129,6 +133,7 @@ def main(
     tokens: int = 16,
     steps: int = 60,
     backend: Annotated[str, typer.Option(help="Of torch.compile.")] = "inductor",
+    transport: Annotated[str, typer.Option(help="Of nd.parallelize.")] = "nccl",
     profile: Annotated[int, typer.Option(help="Rows of a profile of one more step.")] = 0,
 ) -> None:
     """Measure, and print one row a mesh."""
@@ -136,8 +141,8 @@ def main(
     for column in ("", "forward a block", "backward a block", "optimizer", "calls a block", "graphs", "breaks"):
         table.add_column(column, justify="right" if column else "left")
     for mesh in meshes.split(","):
-        given: dict[str, Any] = dict(blocks=blocks, tokens=tokens, steps=steps, backend=backend, profile=profile)
-        found = apart(mesh, **given)
+        given: dict[str, Any] = dict(blocks=blocks, tokens=tokens, steps=steps, profile=profile)
+        found = apart(mesh, backend=backend, transport=transport, **given)
         table.add_row(mesh, *(f"{value:.0f}" for value in found.values()))
     Console().print(table)
 
