@@ -24,6 +24,15 @@ def join(seconds: float = 300.0) -> torch.device:
     return device
 
 
+def alone(ranks: int) -> torch.device:
+    """Be rank 0 of a world whose other ranks are not there: a collective copies (torch's fake process group)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
+    dist.init_process_group("cpu:fake,cuda:fake", store=FakeStore(), rank=0, world_size=ranks)
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def finish(rows: Iterable[dict[str, Any]]) -> NoReturn:
     """Rank 0 prints each row as a JSON line. Ends with status 1 where one does not hold, or did not refuse."""
     fine = True

@@ -18,20 +18,19 @@ from __future__ import annotations
 
 import cProfile
 import multiprocessing
-import os
 import pstats
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 import ndcompile as nd
+from tests.torchrun import alone
 
 MESHES = "model,one device,dp_replicate=2,dp_shard=2,tp=2,cp=2"
 WARM_UP = 4
@@ -49,14 +48,6 @@ def llama(blocks: int) -> nn.Module:
     model = LlamaForCausalLM(LlamaConfig(**sizes))
     assert isinstance(model, nn.Module)
     return model
-
-
-def alone(ranks: int) -> None:
-    """Be rank 0 of a world whose other ranks are not there."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
 
 
 def built(mesh: str, blocks: int, backend: str, transport: str, ids: torch.Tensor) -> nn.Module:

@@ -3,14 +3,15 @@
     torchrun --nproc-per-node 2 -m tests.bench.step_time
     torchrun --nproc-per-node 2 -m tests.bench.step_time --model gpt2-xl --cases single,ddp,fsdp2,ndcompile:dp_shard=2
     torchrun --nproc-per-node 2 -m tests.bench.step_time --cases 'single,ndcompile:tp=2/remat="block"' --rounds 1
+    python -m tests.bench.step_time --cases single,ndcompile:tp=2 --others 1        one GPU: what a rank computes
 
 Each case trains the same model on the same data with the same AdamW, compiled by region (`--no-compiled`: eager), in
 bfloat16 on float32 parameters, in each round `--warmup` steps and then `--steps` timed ones. A case is built once and
 stays: all of them must fit the GPU together. Rank 0 prints a JSON line for each case
 and round, with the median of its steps, and then a table: medians over rounds, and of the ratio to `single` in the same
 round the median and the quartiles. Hosts are noisy: only ratios of one round say something. A case that all ranks
-refuse prints its error, and the rest go on; a rank that fails alone ends the run. Give torch's `cp` a run of its own,
-with `single`: after it, a program on `cp` failed in the same process (docs/performance.md).
+refuse prints its error, and the rest go on; a rank that fails alone ends the run. With `--others` collectives bring
+nothing, so losses mean nothing: what is left of a step is what no overlap can take away.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rich.table import Table
 
 from tests.bench.ways import WAYS, Way
 from tests.bench.workloads import WORKLOADS, Workload
-from tests.torchrun import join
+from tests.torchrun import alone, join
 
 CASES = "single,ddp,fsdp2,tp,ndcompile:dp_replicate=2,ndcompile:dp_shard=2,ndcompile:tp=2,ndcompile:cp=2"
 Row = dict[str, Any]
@@ -43,9 +44,10 @@ def main(
     steps: int = 10,
     warmup: int = 4,
     compiled: bool = True,
+    others: Annotated[int, typer.Option(help="So many other ranks, which are not there; without torchrun.")] = 0,
 ) -> None:
     """Measure, print JSON lines, and a table of all rounds."""
-    device = join(180.0)
+    device = alone(1 + others) if others else join(180.0)
     workload = WORKLOADS[model]()
     rows, made = list[Row](), [Case(name, workload, device, compiled) for name in cases.split(",")]
     torch._dynamo.config.recompile_limit = 1 + 8 * len(made)  # cases of one model share its code

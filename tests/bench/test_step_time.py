@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -51,6 +55,15 @@ def test_a_case_that_all_refuse_is_told() -> None:
     for rows in ranks.run(2, rows_of, ("fsdp2:cp=2", "ndcompile:dp_shard=3")):
         assert rows[0]["error"] == "ValueError: Fsdp2 has the axes dp_shard, tp, not cp"
         assert "3" in rows[1]["error"]
+
+
+@pytest.mark.full
+def test_one_process_measures_what_a_rank_computes() -> None:
+    cases = ["--cases", "single,ndcompile:tp=2", "--others", "1", "--rounds", "1", "--no-compiled"]
+    command = [sys.executable, "-m", "tests.bench.step_time", "--model", "llama-tiny", *cases]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rows = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert [row["case"] for row in rows] == ["single", "ndcompile:tp=2"] and all("error" not in row for row in rows)
 
 
 def test_ratios_are_of_the_same_round() -> None:

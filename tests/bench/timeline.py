@@ -21,7 +21,7 @@ import typer
 from tests.bench.spans import MARKS, Kernel, exposed, strip, summary
 from tests.bench.step_time import Training, make, tell, wait
 from tests.bench.workloads import WORKLOADS
-from tests.torchrun import join
+from tests.torchrun import alone, join
 
 
 def main(
@@ -30,9 +30,10 @@ def main(
     warmup: Annotated[int, typer.Option(help="Steps before; clocks settle at the power limit.")] = 12,
     longest: int = 8,
     compiled: bool = True,
+    others: Annotated[int, typer.Option(help="So many other ranks, which are not there; without torchrun.")] = 0,
 ) -> None:
     """Profile one step of each case."""
-    device = join(180.0)
+    device = alone(1 + others) if others else join(180.0)
     if device.type != "cuda":
         raise SystemExit("a timeline needs GPUs: the profiler reads their kernels")
     tell("marks: " + ", ".join(f"{mark} {kind}" for kind, mark in MARKS.items()))
