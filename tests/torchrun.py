@@ -30,7 +30,10 @@ def alone(ranks: int) -> torch.device:
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
     dist.init_process_group("cpu:fake,cuda:fake", store=FakeStore(), rank=0, world_size=ranks)
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
 
 
 def finish(rows: Iterable[dict[str, Any]]) -> NoReturn:
