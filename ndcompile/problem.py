@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from ndcompile.axes import KINDS, AxisKind, data_axes
+from ndcompile.axes import KINDS, AxisKind, data_ranks
 from ndcompile.choose import Edge, Problem
 from ndcompile.cost import BUS, NOMINAL, conversion_bytes, conversion_time, op_time
 from ndcompile.fold import in_run, repeat_of
@@ -38,12 +38,12 @@ class State:
     @property
     def batch(self) -> Size:
         """The size of the batch: a multiple of the ranks that shard it."""
-        return Size(self.mesh.size(*data_axes(self.mesh)), ("b",))
+        return Size(data_ranks(self.mesh), ("b",))
 
     @property
     def step(self) -> int:
         """What a sequence's length is a multiple of: the ranks that do not shard the batch."""
-        return self.mesh.world_size // self.mesh.size(*data_axes(self.mesh))
+        return self.mesh.world_size // data_ranks(self.mesh)
 
     def __post_init__(self) -> None:
         for node in self.ops():

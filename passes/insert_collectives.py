@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ndcompile import runtime
-from ndcompile.axes import KINDS, data_axes
+from ndcompile.axes import KINDS, data_axes, data_ranks
 from ndcompile.build import Builder
 from ndcompile.fold import in_run
 from ndcompile.mesh import GATHERED, MeshAxis, MeshSpec
@@ -85,7 +85,7 @@ class _Inserter:
         """The size that a layout names, as a global one: its `b` is a data rank's."""
         size = Size.read(within)
         symbols = [sympy.Symbol(name, positive=True, integer=True) for name in size.symbols]
-        return sympy.Rational(size.coefficient, self.mesh.size(*data_axes(self.mesh))) * sympy.prod(symbols)
+        return sympy.Rational(size.coefficient, data_ranks(self.mesh)) * sympy.prod(symbols)
 
     def _view(
         self, value: fx.Node, sizes: tuple[Any, ...], layout: Layout, before: fx.Node, segment: dict[str, Any]

@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 from torch import fx
 
-from ndcompile.axes import data_axes
+from ndcompile.axes import data_ranks
 from ndcompile.cost import NOMINAL
 from ndcompile.mesh import MeshSpec
 from ndcompile.passes.mark_blocks import is_port
@@ -25,7 +25,7 @@ def measure_values(graph: fx.GraphModule, mesh: MeshSpec) -> fx.GraphModule:
 
 def measure(graph: fx.GraphModule, mesh: MeshSpec) -> None:
     """Set `shape` (monomials): the batch is a multiple of the data axes, a sequence of the others."""
-    data, symbols = mesh.size(*data_axes(mesh)), symbol_sizes(graph, mesh)
+    data, symbols = data_ranks(mesh), symbol_sizes(graph, mesh)
     for node in graph.graph.nodes:
         if "sizes" in node.meta:
             node.meta["shape"] = tuple(Size.of(size, symbols) for size in node.meta["sizes"])
@@ -35,7 +35,7 @@ def measure(graph: fx.GraphModule, mesh: MeshSpec) -> None:
 
 def symbol_sizes(graph: fx.GraphModule, mesh: MeshSpec) -> dict[str, Size]:
     """What each symbol of the graph's sizes stands for in those of `shape`."""
-    data = mesh.size(*data_axes(mesh))
+    data = data_ranks(mesh)
     given = [n for n in graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "input"]
     lengths = {str(x) for n in given for size in n.meta["sizes"] for x in sympy.sympify(size).free_symbols} - {"b"}
     return {"b": Size(data, ("b",))} | {name: Size(mesh.world_size // data, (name,)) for name in lengths}

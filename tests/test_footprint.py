@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import ndcompile as nd
 from ndcompile import ledger
-from ndcompile.axes import data_axes
+from ndcompile.axes import data_axes, data_ranks
 from ndcompile.ledger import Ledger, rounded
 from ndcompile.mesh import MeshSpec
 from ndcompile.program import Program
@@ -214,7 +214,7 @@ def odd() -> nn.Module:
 
 
 def own_sizes(mesh: MeshSpec) -> dict[str, int]:
-    return {"b": 4 // mesh.size(*data_axes(mesh)), "s": 8}
+    return {"b": 4 // data_ranks(mesh), "s": 8}
 
 
 def take(programs: list[tuple[str, Path]]) -> tuple[list[list[int]], list[list[int]]]:

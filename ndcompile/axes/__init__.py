@@ -15,9 +15,14 @@ def data_axes(mesh: MeshSpec) -> tuple[str, ...]:
     return tuple(axis.name for axis in mesh.axes if KINDS[axis.kind].shards_batch)
 
 
+def data_ranks(mesh: MeshSpec) -> int:
+    """How many ranks have samples of their own."""
+    return mesh.size(*data_axes(mesh))
+
+
 def parts(over: str, ranks: int) -> int:
     """Into how many parts axes of these kinds (`cp × tp`) cut a sequence: head–tail each rank has two."""
     return ranks * (2 if over in KINDS and KINDS[over].attends else 1)
 
 
-__all__ = ["KINDS", "AxisKind", "data_axes", "parts"]
+__all__ = ["KINDS", "AxisKind", "data_axes", "data_ranks", "parts"]

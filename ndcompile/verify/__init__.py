@@ -19,8 +19,9 @@ from ndcompile.errors import CompileError
 from ndcompile.program import Program
 from ndcompile.request import check_option
 from ndcompile.verify import claims, padded, rings
-from ndcompile.verify.arithmetic import Field, Float64
 from ndcompile.verify.cases import cases_of, sizes_of
+from ndcompile.verify.domain import Float64
+from ndcompile.verify.field import Field
 from ndcompile.verify.layer import Layer, Subject
 from ndcompile.verify.report import Claim, Report
 

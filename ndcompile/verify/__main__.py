@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ndcompile.axes import data_axes
+from ndcompile.axes import data_ranks
 from ndcompile.bind import TRANSPORTS
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshError, MeshSpec
@@ -71,7 +71,7 @@ def _run(asked: argparse.Namespace, store: Any, rank: int, world_size: int) -> R
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     spec = MeshSpec.parse(asked.mesh, world_size)
-    model, batch = load_with_values(asked.model, samples=2 * spec.size(*data_axes(spec)))
+    model, batch = load_with_values(asked.model, samples=2 * data_ranks(spec))
     return verify_on_ranks(
         model, asked.mesh, batch, precision=asked.precision, steps=asked.steps, modes=_modes(asked),
         delays=asked.delays, backend=asked.backend, halves=asked.halves, transport=asked.transport,

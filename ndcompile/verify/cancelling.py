@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 
 from ndcompile.program import Program
 from ndcompile.runtime import private
-from ndcompile.verify.arithmetic import Domain, Float64, Op, base_name
+from ndcompile.verify.domain import Domain, Float64, Op, base_name
 from ndcompile.verify.execute import on_one_device
-from ndcompile.verify.field import CONSTANTS, MOVES
+from ndcompile.verify.field_ops import CONSTANTS, MOVES
 from ndcompile.verify.places import norm
 from ndcompile.verify.sample import Sample
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from ndcompile.errors import CompileError
 from ndcompile.program import Program
-from ndcompile.verify.arithmetic import FAILURES, Float64
+from ndcompile.verify.domain import FAILURES, Float64
 from ndcompile.verify.execute import on_one_device
 from ndcompile.verify.sample import draw, symbol_sizes
 from ndcompile.verify.shrink import Small, parameter_count, shrink

@@ -9,8 +9,9 @@ from ndcompile import checks, pipeline
 from ndcompile.duties import duties
 from ndcompile.program import Program
 from ndcompile.verify import own_dtypes, rings
-from ndcompile.verify.arithmetic import FAILURES, PRIME
+from ndcompile.verify.domain import FAILURES
 from ndcompile.verify.execute import round_trip
+from ndcompile.verify.field import PRIME
 from ndcompile.verify.integers import Integers
 from ndcompile.verify.layer import Layer, Subject
 from ndcompile.verify.report import Claim

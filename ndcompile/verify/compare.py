@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ndcompile.program import Program
 from ndcompile.verify import cancelling
-from ndcompile.verify.arithmetic import Domain
+from ndcompile.verify.domain import Domain
 from ndcompile.verify.execute import LEARNING_RATE, Step, result, result_layouts
 from ndcompile.verify.places import norm, part
 from ndcompile.verify.sample import Sample

@@ -13,7 +13,7 @@ import torch
 
 from ndcompile.runtime import private, symmetric, wires
 from ndcompile.runtime.peers import Peers
-from ndcompile.verify.arithmetic import namespace
+from ndcompile.verify.domain import namespace
 
 LONGEST = 0.003
 """Seconds of one delay at most."""

@@ -23,7 +23,7 @@ from ndcompile.runtime import Mesh, Root, private
 from ndcompile.runtime.manifest import ParameterPlan
 from ndcompile.runtime.transport import Transport
 from ndcompile.verify import rings
-from ndcompile.verify.arithmetic import Domain
+from ndcompile.verify.domain import Domain
 from ndcompile.verify.lockstep import mesh_of, run_one, run_ranks
 from ndcompile.verify.numbered import Numbered
 from ndcompile.verify.places import norm, part
@@ -314,10 +314,6 @@ def _sharded_norm(gradients: Mapping[str, Tensor], program: Program, rank: int) 
             total = private.wait(private.start_all_reduce(total, "sum", ",".join(axes)))
         whole = whole + total
     return whole.sqrt()
-
-
-def data_ranks(mesh: MeshSpec) -> int:
-    return mesh.size(*data_axes(mesh))
 
 
 def round_trip(small: Small, sizes: Mapping[str, int]) -> tuple[int, str]:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ndcompile.runtime import private
-from ndcompile.verify import field
-from ndcompile.verify.arithmetic import Field, NotInDomain, Op, ZeroDenominator, base_name, look_up, scrambled
+from ndcompile.verify import field_ops
+from ndcompile.verify.domain import NotInDomain, Op, ZeroDenominator, base_name
+from ndcompile.verify.field import Field, look_up, scrambled
 
 SAFE_PRIME = 1048343
 """The largest prime p below 2²⁰ of which (p − 1) / 2 is a prime too."""
@@ -53,7 +54,7 @@ class Exponents(Field):
             self.degree += 1
             made = own(self, *args, **kwargs)
             return made if name in OPS else args[0].copy_(made)
-        if name not in field.MOVES and any(is_exponent(x) for x in args):
+        if name not in field_ops.MOVES and any(is_exponent(x) for x in args):
             raise NotInDomain(f"{name} of exponents has no meaning")
         return self._meant(op, args, kwargs)
 
@@ -125,7 +126,7 @@ def _add(d: Exponents, a: Any, b: Any, alpha: Any = 1) -> Tensor:
     if is_exponent(a) or is_exponent(b):
         assert alpha in (1, -1), "sums and differences"
         return d.held(d.exponent(a) + alpha * d.exponent(b))
-    total = field.OPS["add"](d, a, b, alpha)
+    total = field_ops.OPS["add"](d, a, b, alpha)
     if alpha == 1 and isinstance(a, Tensor):
         _no_chance(total, a)
     return total
@@ -140,14 +141,14 @@ def _mul(d: Exponents, a: Any, b: Any) -> Tensor:
         return d.held(d.exponent(a) * d.exponent(b))
     if is_exponent(a) or is_exponent(b):
         raise NotInDomain("a product of an exponent and a tensor has no meaning")
-    return field.OPS["mul"](d, a, b)
+    return field_ops.OPS["mul"](d, a, b)
 
 
 def _matmul(d: Exponents, a: Tensor, b: Tensor) -> Tensor:
     assert a.shape[-1] <= 1 << 12, "exact up to 4096 products an element"
     if is_exponent(a) and is_exponent(b):
         return d.held(d.exponent(a) @ d.exponent(b))
-    return field.OPS["matmul"](d, d.value(a), d.value(b))
+    return field_ops.OPS["matmul"](d, d.value(a), d.value(b))
 
 
 def _log_sum_exp(d: Exponents, x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
@@ -158,7 +159,7 @@ def _softmax(d: Exponents, x: Tensor, dim: int, dtype: Any = None) -> Tensor:
     """A row that is minus infinity everywhere gives zeros."""
     powers = d.powers(x)
     total = _total(d, powers, [dim], True)
-    return field.OPS["div"](d, powers, total.masked_fill(total == 0, 1))
+    return field_ops.OPS["div"](d, powers, total.masked_fill(total == 0, 1))
 
 
 def _masked_fill(d: Exponents, x: Tensor, mask: Tensor, value: Any) -> Tensor:
@@ -170,7 +171,7 @@ def _masked_fill(d: Exponents, x: Tensor, mask: Tensor, value: Any) -> Tensor:
 def _where(d: Exponents, condition: Tensor, a: Any, b: Any) -> Tensor:
     if is_exponent(a) or is_exponent(b):
         return torch.where(condition, d.held(d.exponent(a)), d.held(d.exponent(b)))
-    found: Tensor = field.OPS["where"](d, condition, a, b)
+    found: Tensor = field_ops.OPS["where"](d, condition, a, b)
     return found
 
 

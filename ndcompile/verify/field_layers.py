@@ -1,15 +1,17 @@
-"""Group norm and pools in a prime field, forward and backward; `field` has the rest."""
+"""Group norm and pools in a prime field, forward and backward; `field_ops` has the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ndcompile.verify.arithmetic import Field
-from ndcompile.verify.field import _add, _layer_norm, _layer_norm_backward, _mul, _sum
+from ndcompile.verify.field_ops import _add, _layer_norm, _layer_norm_backward, _mul, _sum
+
+if TYPE_CHECKING:
+    from ndcompile.verify.field import Field
 
 
 def _group_norm(

@@ -20,9 +20,10 @@ from ndcompile.runtime import Mesh, private
 from ndcompile.runtime.symmetric import Symmetric
 from ndcompile.runtime.wires import by_copies, start_all_gather, start_reduce_scatter
 from ndcompile.verify import rings
-from ndcompile.verify.arithmetic import PRIME, Field, NotInDomain, ZeroDenominator, base_name, namespace
 from ndcompile.verify.compare import Comparison, compare
+from ndcompile.verify.domain import NotInDomain, ZeroDenominator, base_name, namespace
 from ndcompile.verify.execute import on_one_device, on_rank
+from ndcompile.verify.field import PRIME, Field
 from ndcompile.verify.lockstep import single
 from ndcompile.verify.report import Claim
 from ndcompile.verify.sample import draw

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndcompile.verify.arithmetic import Field, NotInDomain, look_up, scrambled
+from ndcompile.verify.domain import NotInDomain
+from ndcompile.verify.field import Field, look_up, scrambled
 
 EXACT = 2.0**53
 TABLE = 1 << 16

@@ -11,8 +11,8 @@ from torch import nn
 
 from ndcompile.program import Program
 from ndcompile.verify import rings
-from ndcompile.verify.arithmetic import FAILURES, Domain, NotInDomain, ZeroDenominator
 from ndcompile.verify.compare import Comparison, compare
+from ndcompile.verify.domain import FAILURES, Domain, NotInDomain, ZeroDenominator
 from ndcompile.verify.execute import on_one_device, on_ranks
 from ndcompile.verify.localise import begins_at
 from ndcompile.verify.sample import Sample, draw

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ndcompile.axes import KINDS
+from ndcompile.axes import KINDS, data_ranks
 from ndcompile.codegen.segments import Segment, segments
 from ndcompile.fold import unfold
 from ndcompile.mesh import MeshSpec
@@ -21,9 +21,9 @@ from ndcompile.program import Program
 from ndcompile.reference import walk
 from ndcompile.rules.registry import describe, op_name
 from ndcompile.size import Size
-from ndcompile.verify.arithmetic import Domain
 from ndcompile.verify.compare import BAR, Difference
-from ndcompile.verify.execute import alone, cotangent_scales, data_ranks, emitted, forward_of, result_layouts
+from ndcompile.verify.domain import Domain
+from ndcompile.verify.execute import alone, cotangent_scales, emitted, forward_of, result_layouts
 from ndcompile.verify.lockstep import run_one, run_ranks
 from ndcompile.verify.places import Lies, first_wrong, part
 from ndcompile.verify.precise import precise

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ndcompile.mesh import MeshSpec
 from ndcompile.runtime import Mesh, private
-from ndcompile.verify.arithmetic import Domain, base_name, namespace
+from ndcompile.verify.domain import Domain, base_name, namespace
 from ndcompile.verify.numbered import Numbered
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ndcompile.runtime import private
-from ndcompile.verify.arithmetic import Domain
+from ndcompile.verify.domain import Domain
 
 LARGEST = 1 << 16
 """Elements of what is kept at most: of more, a copy takes as long as most ops."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ndcompile.program import Program
 from ndcompile.runtime.manifest import as_dtype
-from ndcompile.verify.arithmetic import Float64, Op
+from ndcompile.verify.domain import Float64, Op
 from ndcompile.verify.error_model import ErrorModel, Measured
 from ndcompile.verify.execute import LEARNING_RATE, Step, on_one_device, on_ranks
 from ndcompile.verify.measure import Ruler, assembled

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from ndcompile.program import Program
 from ndcompile.runtime.lengths import Grown, lengthened, pairs
-from ndcompile.verify.arithmetic import Field, NotInDomain, ZeroDenominator
+from ndcompile.verify.domain import NotInDomain, ZeroDenominator
 from ndcompile.verify.execute import Step, on_one_device
+from ndcompile.verify.field import Field
 from ndcompile.verify.report import Claim
 from ndcompile.verify.sample import Sample, draw
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import Layout
-from ndcompile.verify.arithmetic import Domain
+from ndcompile.verify.domain import Domain
 from ndcompile.verify.precise import precise
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ndcompile import bind
 from ndcompile.api import compile, require_recordable
-from ndcompile.axes import data_axes
+from ndcompile.axes import data_ranks
 from ndcompile.errors import CompileError
 from ndcompile.inputs import Inputs
 from ndcompile.mesh import MeshLike
@@ -155,7 +155,7 @@ class OnRanks:
         return dict(zip(manifest.inputs, found, strict=True))
 
     def _check_batch(self) -> None:
-        ranks = self.mesh.size(*data_axes(self.mesh))
+        ranks = data_ranks(self.mesh)
         for (name, x), dims in zip(self._tensors().items(), input_dims(self.program), strict=True):
             for dim, axes in enumerate(dims):
                 if axes and x.shape[dim] % ranks:

@@ -24,7 +24,7 @@ from ndcompile.runtime import context_attention
 from ndcompile.runtime.masks import Mask
 from ndcompile.runtime.mesh import Ranks
 from ndcompile.runtime.plain import scale_of
-from ndcompile.verify.arithmetic import FAILURES, NotInDomain, ZeroDenominator
+from ndcompile.verify.domain import FAILURES, NotInDomain, ZeroDenominator
 from ndcompile.verify.exponents import Exponents
 from ndcompile.verify.lockstep import mesh_of, run_one, run_ranks
 from ndcompile.verify.places import Lies, part

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ndcompile.axes import data_axes
+from ndcompile.axes import data_axes, data_ranks
 from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshSpec
 from ndcompile.program import Program
 from ndcompile.rules.registry import arguments, op_name
 from ndcompile.runtime.manifest import as_dtype
-from ndcompile.verify.arithmetic import Domain
+from ndcompile.verify.domain import Domain
 
 
 @dataclass
@@ -111,8 +111,6 @@ def draw(
 
 def symbol_sizes(program: Program) -> dict[str, int]:
     """A size for each symbol: `_samples` for each data rank, and a sequence that all axes divide."""
-    from ndcompile.verify.execute import data_ranks
-
     halves = 2 if program.manifest.halves else 1
     found = {"b": _samples(program.mesh) * data_ranks(program.mesh) * halves}
     symbols = {d for plan in program.manifest.input_plans for d in plan.dims if isinstance(d, str)} - {"b"}

@@ -13,9 +13,10 @@ from torch import nn
 
 from ndcompile.program import Program
 from ndcompile.verify import rings
-from ndcompile.verify.arithmetic import FAILURES, AsWritten, Domain, Field, NotInDomain, ZeroDenominator
 from ndcompile.verify.compare import Terms, compare, results_differ, terms_of
+from ndcompile.verify.domain import FAILURES, AsWritten, Domain, NotInDomain, ZeroDenominator
 from ndcompile.verify.execute import Step, on_one_device, on_ranks
+from ndcompile.verify.field import Field
 from ndcompile.verify.graph_mutants import GraphMutant, seen_by_types
 from ndcompile.verify.layer import ATTEMPTS
 from ndcompile.verify.lockstep import NeverWaitedFor, RanksDisagree

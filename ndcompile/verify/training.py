@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ndcompile.inputs import Inputs
 from ndcompile.runtime import private
-from ndcompile.verify.arithmetic import Float64
+from ndcompile.verify.domain import Float64
 from ndcompile.verify.lockstep import run_one
 
 Results = dict[str, Any]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import ndcompile as nd
 from ndcompile.axes import KINDS, parts
 from ndcompile.mesh import GATHERED, HEAD_TAIL
-from ndcompile.verify.arithmetic import Float64
+from ndcompile.verify.domain import Float64
 from ndcompile.verify.execute import on_one_device
 from ndcompile.verify.localise import Fault, localise
 from ndcompile.verify.places import entries

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ndcompile as nd
 from ndcompile.runtime import private
-from ndcompile.verify.arithmetic import base_name
+from ndcompile.verify.domain import base_name
 from tests.equivalence.compare import distance, whole
 from tests.models import llama
 from tests.ranks import run

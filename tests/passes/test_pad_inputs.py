@@ -16,7 +16,7 @@ from ndcompile.passes.pad_inputs import pad_inputs
 from ndcompile.runtime import Ranks
 from ndcompile.runtime.lengths import cut_back, grown
 from ndcompile.verify import padded
-from ndcompile.verify.arithmetic import Float64
+from ndcompile.verify.domain import Float64
 from ndcompile.verify.lockstep import mesh_of, run_ranks
 
 IDS = torch.zeros(4, 8, dtype=torch.long)

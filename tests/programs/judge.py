@@ -18,9 +18,9 @@ import ndcompile as nd
 from ndcompile.checks import CheckError
 from ndcompile.mesh import MeshError
 from ndcompile.runtime import private
-from ndcompile.verify.arithmetic import Domain, Float64
 from ndcompile.verify.cancelling import terms
 from ndcompile.verify.compare import OF_TERMS
+from ndcompile.verify.domain import Domain, Float64
 from ndcompile.verify.places import norm
 from tests.programs.sketch import Sketch, build, inputs, placement
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ndcompile.rules.trial import FLOATING, Arithmetic, Rows, Trial
 from ndcompile.runtime import private
-from ndcompile.verify.arithmetic import Field, NotInDomain, ZeroDenominator
+from ndcompile.verify.domain import NotInDomain, ZeroDenominator
+from ndcompile.verify.field import Field
 from tests.rules.calls import CALLS
 from tests.rules.case import Case
 

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from ndcompile.mesh import MeshSpec
 from ndcompile.runtime import Ranks, convolve, positions, running_sum
-from ndcompile.verify.arithmetic import Domain, Field, Float64
+from ndcompile.verify.domain import Domain, Float64
+from ndcompile.verify.field import Field
 from ndcompile.verify.lockstep import mesh_of, run_one, run_ranks
 
 Tensors = list[Tensor]

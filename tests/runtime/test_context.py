@@ -24,7 +24,8 @@ from ndcompile.runtime.masks import Mask
 from ndcompile.runtime.mesh import Mesh, Ranks
 from ndcompile.runtime.sequence import positions
 from ndcompile.runtime.shared import Shared
-from ndcompile.verify.arithmetic import AsWritten, Domain, Field
+from ndcompile.verify.domain import AsWritten, Domain
+from ndcompile.verify.field import Field
 from ndcompile.verify.lockstep import mesh_of, run_one, run_ranks
 from tests.ranks import run as run_on_gloo
 from tests.runtime.test_attention import Parts, assert_equal, dense, parts

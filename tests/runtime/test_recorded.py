@@ -20,7 +20,7 @@ from ndcompile.mesh import MeshSpec
 from ndcompile.runtime import StaleWeights, private
 from ndcompile.runtime.peers import Peers
 from ndcompile.runtime.recorded import RecordedError
-from ndcompile.verify.arithmetic import namespace
+from ndcompile.verify.domain import namespace
 from tests.claims import assert_same_gradients
 from tests.equivalence.compare import own_rows
 from tests.models import Stack, seeded, tokens

@@ -16,7 +16,7 @@ import ndcompile as nd
 from ndcompile.runtime import dropout, private, recomputed
 from ndcompile.runtime.remat import SAVABLE
 from ndcompile.verify import lockstep
-from ndcompile.verify.arithmetic import Float64
+from ndcompile.verify.domain import Float64
 from ndcompile.verify.execute import on_ranks
 from ndcompile.verify.sample import draw
 from tests.models import Stack, seeded, tokens

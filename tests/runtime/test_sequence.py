@@ -14,7 +14,7 @@ from ndcompile.runtime import collectives
 from ndcompile.runtime.mesh import Mesh, Ranks
 from ndcompile.runtime.random import uniform_bits
 from ndcompile.runtime.sequence import dealt, natural, positions, spans
-from ndcompile.verify.arithmetic import Float64
+from ndcompile.verify.domain import Float64
 from ndcompile.verify.lockstep import RanksDisagree, mesh_of, run_ranks
 from tests.ranks import run
 from tests.runtime.test_collectives import denoted, placed, spread

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import ndcompile as nd
-from ndcompile.verify.arithmetic import Domain, Float64
 from ndcompile.verify.cancelling import PART, Shaken, terms
+from ndcompile.verify.domain import Domain, Float64
 from ndcompile.verify.lockstep import run_one
 from ndcompile.verify.report import Claim, Report
 

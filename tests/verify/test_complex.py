@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import ndcompile as nd
-from ndcompile.verify.arithmetic import Field
+from ndcompile.verify.field import Field
 from ndcompile.verify.lockstep import run_one
 from ndcompile.verify.report import Claim, Report
 

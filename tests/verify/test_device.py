@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import ndcompile as nd
-from ndcompile.verify.arithmetic import Field, Float64
+from ndcompile.verify.domain import Float64
 from ndcompile.verify.execute import Step, on_one_device, on_ranks
+from ndcompile.verify.field import Field
 from ndcompile.verify.sample import draw
 from tests.equivalence.zoo import ALL
 

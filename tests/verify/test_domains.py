@@ -7,7 +7,7 @@ import torch
 
 import ndcompile as nd
 from ndcompile.inputs import Inputs
-from ndcompile.verify.arithmetic import NotInDomain
+from ndcompile.verify.domain import NotInDomain
 from ndcompile.verify.integers import EXACT, VALUES, Integers
 from ndcompile.verify.own_dtypes import OwnDtypes
 from ndcompile.verify.report import Claim

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ndcompile.verify import known
-from ndcompile.verify.arithmetic import Field, NotInDomain
+from ndcompile.verify.domain import NotInDomain
+from ndcompile.verify.field import Field
 from ndcompile.verify.lockstep import run_one
 
 

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from ndcompile.mesh import MeshSpec
 from ndcompile.runtime import private
-from ndcompile.verify.arithmetic import Domain, Field, Float64
+from ndcompile.verify.domain import Domain, Float64
+from ndcompile.verify.field import Field
 from ndcompile.verify.lockstep import run_ranks
 from ndcompile.verify.numbered import Graph, Known, Numbered
 from ndcompile.verify.score import LATER

@@ -15,7 +15,7 @@ import ndcompile as nd
 from ndcompile.runtime import context, merged, ring
 from ndcompile.runtime.masks import Mask
 from ndcompile.verify import rings
-from ndcompile.verify.arithmetic import NotInDomain
+from ndcompile.verify.domain import NotInDomain
 from ndcompile.verify.exponents import Exponents
 from ndcompile.verify.lockstep import run_one
 from ndcompile.verify.rings import Ring, as_one, compared

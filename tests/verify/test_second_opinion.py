@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ndcompile as nd
 from ndcompile.placement import Layout
 from ndcompile.verify import trace
-from ndcompile.verify.arithmetic import Float64
+from ndcompile.verify.domain import Float64
 from ndcompile.verify.execute import input_dims
 from ndcompile.verify.localise import _rows, keyed
 from ndcompile.verify.mutants import mutants
