@@ -164,13 +164,10 @@ def _convert(
 ) -> Tensor:
     if axis.size == 1:
         return x
-    row = BY_NAME[name]
-    dims = max(x.dim(), 1)
-    ranks = axis.group, axis.size, axis.index
-    orders = balanced, balanced_target
-    return Convert.apply(
-        x, row.forward, row.backward, *ranks, dim % dims, target % dims, size, other, dtype, *orders
-    )  # fmt: skip
+    row, dims = BY_NAME[name], max(x.dim(), 1)
+    places = dim % dims, target % dims, size, other
+    along = axis.group, axis.size, axis.index, *places, "sum", dtype, balanced, balanced_target
+    return Convert.apply(x, row.forward, row.backward, along)
 
 
 def _reduce(name: str, x: Tensor, axis: Ranks, op: str, dtype: torch.dtype | None) -> Tensor:
@@ -198,37 +195,28 @@ def _whole(x: Tensor, axis: Ranks, dim: int, size: int | None) -> int | None:
 
 
 class Convert(torch.autograd.Function):
-    """A primitive on the value forward, and one on its gradient backward."""
+    """A primitive on the value forward, and one on its gradient backward; `along` is an `Along`, which dynamo knows as
+    a tuple.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        forward: str,
-        backward: str,
-        group: str,
-        ranks: int,
-        index: int,
-        dim: int,
-        target: int,
-        size: int | None,
-        other: int | None,
-        dtype: torch.dtype | None,
-        balanced: bool,
-        balanced_target: bool,
-    ) -> Tensor:
-        ctx.primitive = backward
-        dims, orders = (dim, target, size, other), (balanced, balanced_target)
-        if backward == "all_to_all":
-            ctx.along = (group, ranks, index, target, dim, other, size, "sum", dtype, balanced_target, balanced)
-        else:
-            ctx.along = (group, ranks, index, *dims, "sum", dtype, *orders)
-        return _perform(forward, x, Along(group, ranks, index, *dims, "sum", dtype, *orders))
+    def forward(ctx: Any, x: Tensor, forward: str, backward: str, along: tuple[Any, ...]) -> Tensor:
+        ctx.later = backward, back(backward, along)
+        return _perform(forward, x, Along(*along))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _perform(ctx.primitive, gradient, Along(*ctx.along)), *(None,) * 12
+        primitive, along = ctx.later
+        return _perform(primitive, gradient, Along(*along)), None, None, None
+
+
+def back(primitive: str, along: tuple[Any, ...]) -> tuple[Any, ...]:
+    """For the primitive on the gradient: an exchange goes the other way."""
+    if primitive != "all_to_all":
+        return along
+    group, ranks, index, dim, target, size, other, op, dtype, balanced, balanced_target = along
+    return group, ranks, index, target, dim, other, size, op, dtype, balanced_target, balanced
 
 
 def _perform(primitive: str, x: Tensor, along: Along) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ndcompile.placement import BY_NAME
-from ndcompile.runtime.collectives import Along, begun, finished, shape_brought
+from ndcompile.runtime.collectives import Along, back, begun, finished, shape_brought
 from ndcompile.runtime.mesh import Ranks
 
 Steps = Generator["Started | Once | Tensor | None", Tensor | None, Any]
@@ -119,7 +119,7 @@ class Started:
 
     def wait(self) -> Tensor:
         """The converted tensor; in backward, this is where the conversion of its gradient starts."""
-        return _Wait.apply(self.raw, self.token, self.forward, self.backward, self.dtype, *self.along)
+        return _Wait.apply(self.raw, self.token, self.forward, self.backward, self.dtype, self.along)
 
 
 def start(
@@ -139,7 +139,7 @@ def start(
     if axis.size == 1:
         return x
     row, dim = BY_NAME[conversion.__name__], dim if source is None else source
-    along = axis.group, axis.size, axis.index, dim % x.dim(), target % x.dim(), dtype
+    along = axis.group, axis.size, axis.index, dim % x.dim(), target % x.dim(), None, None, "sum", dtype, False, False
     cut = {"chunk": dim, "reduce_scatter": dim, "all_to_all": target}.get(row.forward)
     if cut is not None and x.shape[cut] % axis.size:
         raise ValueError(
@@ -147,7 +147,7 @@ def start(
             f"  why  only even parts are sent while another half computes\n"
             f"  try  {row.name}(…, size={x.shape[cut]})"
         )
-    raw, token = _Start.apply(x, row.forward, row.backward, *along)
+    raw, token = _Start.apply(x, row.forward, row.backward, along)
     return Started(raw, token, row.forward, row.backward, along, x.dtype)
 
 
@@ -157,30 +157,19 @@ class _Start(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        forward: str,
-        backward: str,
-        group: str,
-        ranks: int,
-        index: int,
-        dim: int,
-        target: int,
-        dtype: torch.dtype | None,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.primitive, ctx.dtype = backward, x.dtype
-        ctx.along = group, ranks, index, dim, target, dtype
-        raw = begun(forward, x, _along(*ctx.along))
+    def forward(ctx: Any, x: Tensor, forward: str, backward: str, along: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        ctx.later = backward, x.dtype, back(backward, along)
+        raw = begun(forward, x, Along(*along))
         ctx.mark_non_differentiable(raw)
-        shape = shape_brought(backward, x.shape, _back(backward, *ctx.along))
-        reduced = dtype if backward in ("all_reduce", "reduce_scatter") and dtype is not None else x.dtype
-        return raw, x.new_zeros((), dtype=reduced).expand(shape)
+        after = Along(*back(backward, along))
+        reduced = after.dtype if backward in ("all_reduce", "reduce_scatter") and after.dtype is not None else x.dtype
+        return raw, x.new_zeros((), dtype=reduced).expand(shape_brought(backward, x.shape, after))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, raw: Tensor) -> tuple[Tensor | None, ...]:
-        return finished(ctx.primitive, raw, ctx.dtype, _back(ctx.primitive, *ctx.along)), *(None,) * 8
+        primitive, dtype, along = ctx.later
+        return finished(primitive, raw, dtype, Along(*along)), None, None, None
 
 
 class _Wait(torch.autograd.Function):
@@ -188,37 +177,14 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        raw: Tensor,
-        token: Tensor,
-        forward: str,
-        backward: str,
-        was: torch.dtype,
-        group: str,
-        ranks: int,
-        index: int,
-        dim: int,
-        target: int,
-        dtype: torch.dtype | None,
+        ctx: Any, raw: Tensor, token: Tensor, forward: str, backward: str, was: torch.dtype, along: tuple[Any, ...]
     ) -> Tensor:
-        ctx.primitive = backward
-        ctx.along = group, ranks, index, dim, target, dtype
-        y = finished(forward, raw, was, _along(*ctx.along))
+        ctx.later = backward, back(backward, along)
+        y = finished(forward, raw, was, Along(*along))
         return y.view_as(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, begun(ctx.primitive, gradient, _back(ctx.primitive, *ctx.along)), *(None,) * 9
-
-
-def _along(group: str, ranks: int, index: int, dim: int, target: int, dtype: torch.dtype | None) -> Along:
-    return Along(group, ranks, index, dim, target, None, None, "sum", dtype)
-
-
-def _back(
-    primitive: str, group: str, ranks: int, index: int, dim: int, target: int, dtype: torch.dtype | None
-) -> Along:
-    """For the primitive on the gradient: an exchange goes the other way."""
-    dims = (target, dim) if primitive == "all_to_all" else (dim, target)
-    return _along(group, ranks, index, *dims, dtype)
+        primitive, along = ctx.later
+        return None, begun(primitive, gradient, Along(*along)), None, None, None, None
