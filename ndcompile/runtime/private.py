@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -356,8 +357,11 @@ def checkpoint_calls(noted: Callable[[bool], AbstractContextManager[None]]) -> I
 
     What `noted` is given says whether the call has a policy of its own.
     """
-    owner = torch.utils.checkpoint
-    before = owner.CheckpointFunction, owner._checkpoint_without_reentrant_generator
+    owner: Any = torch.utils.checkpoint
+    name = "_checkpoint_without_reentrant_generator"
+    name = f"{name}_impl" if hasattr(owner, f"{name}_impl") else name  # torch 2.14 has both, and calls this one
+    before = owner.CheckpointFunction, getattr(owner, name)
+    signature = inspect.signature(before[1])
 
     class Reentrant:
         @staticmethod
@@ -365,15 +369,18 @@ def checkpoint_calls(noted: Callable[[bool], AbstractContextManager[None]]) -> I
             with noted(False):
                 return function(*args)
 
-    def other(function: Any, preserve: bool = True, context_fn: Any = None, *_: Any, **__: Any) -> Iterator[None]:
-        with noted(context_fn not in (None, owner.noop_context_fn)):
+    def other(*args: Any, **named: Any) -> Iterator[None]:
+        context = signature.bind(*args, **named).arguments.get("context_fn")
+        with noted(context not in (None, owner.noop_context_fn)):
             yield
 
-    owner.CheckpointFunction, owner._checkpoint_without_reentrant_generator = Reentrant, other  # type: ignore
+    owner.CheckpointFunction = Reentrant
+    setattr(owner, name, other)
     try:
         yield
     finally:
-        owner.CheckpointFunction, owner._checkpoint_without_reentrant_generator = before  # type: ignore
+        owner.CheckpointFunction = before[0]
+        setattr(owner, name, before[1])
 
 
 _aten = torch.ops.aten

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -92,11 +92,14 @@ class Wire:
         self.group = group
         self._own, self._count = group.rank(), group.size()
         self._others = [(self._own + 1 + i) % self._count for i in range(self._count - 1)]
+        self._whole_slots = {rank: (rank, 0) for rank in range(self._count)}
+        self._own_areas = {rank: (self._own, self._area(self._own, rank)) for rank in self._others}
+        self._areas_for_own = {rank: (rank, self._area(rank, self._own)) for rank in self._others}
         self._device, self._lane = device, Lane(device)
         self._met: deque[torch.cuda.Event | None] = deque(maxlen=SLOTS)
         self._size = self._turn = 0
         self._peers: Peers | None = None
-        self._places: dict[object, list[Tensor]] = {}
+        self._places: dict[object, dict[int, Tensor]] = {}
         self._is_recorded = False
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
@@ -165,7 +168,7 @@ class Wire:
         self._next(room("all_gather", x.shape, x.dtype, self._count))
         whole = x.new_empty(_along(x.shape, dim, x.shape[dim] * self._count))
         parts = self._parts(whole, dim)
-        sent = self._spaces("gathered", parts[0].shape, x.dtype, lambda rank: (rank, 0))
+        sent = self._spaces("gathered", parts[0].shape, x.dtype, self._whole_slots)
         x = x.reshape(parts[0].shape)
         for place in (sent[self._own], parts[self._own]):
             place.copy_(x)
@@ -184,8 +187,8 @@ class Wire:
         Each puts a tensor of the shape `part`; the whole would be of this `shape`.
         """
         self._next(room("reduce_scatter", shape, like.dtype, self._count))
-        sent = self._spaces("sent", part, like.dtype, lambda rank: (self._own, self._area(self._own, rank)))
-        came = self._spaces("came", part, like.dtype, lambda rank: (rank, self._area(rank, self._own)))
+        sent = self._spaces("sent", part, like.dtype, self._own_areas)
+        came = self._spaces("came", part, like.dtype, self._areas_for_own)
         for rank in self._others:
             put(sent[rank], rank)
         with self._beside():
@@ -200,18 +203,19 @@ class Wire:
         return (receiver - sender - 1) % self._count
 
     def _spaces(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype, at: Callable[[int], tuple[int, int]]
-    ) -> list[Tensor]:
-        """For each rank the place of this shape in some rank's slot, after so many others: made once, and kept."""
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, spots: Mapping[int, tuple[int, int]]
+    ) -> dict[int, Tensor]:
+        """For ranks the place of this shape in some rank's slot, after so many others: made once, and kept."""
         key = name, self._turn, tuple(shape), dtype
         if key not in self._places:
             assert self._peers is not None, "there is room"
             if len(self._places) > KEPT:
                 self._places.clear()
             size, start = math.prod(shape) * dtype.itemsize, self._turn * self._size
-            spots = [at(rank) for rank in range(self._count)]
-            stretches = [self._peers.views[owner][start + after * size :][:size] for owner, after in spots]
-            self._places[key] = [stretch.view(dtype).view(*shape) for stretch in stretches]
+            self._places[key] = {
+                rank: self._peers.views[owner][start + after * size :][:size].view(dtype).view(*shape)
+                for rank, (owner, after) in spots.items()
+            }
         return self._places[key]
 
     def _next(self, size: int) -> None:
