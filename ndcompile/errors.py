@@ -57,3 +57,7 @@ def _restore(kind: type[CompileError], what: str, state: dict[str, object]) -> C
     ValueError.__init__(error, what)
     error.__dict__.update(state)
     return error
+
+
+class CheckError(CompileError):
+    """A compiled graph breaks a law of placements: a bug of the compiler, or of a rule that was registered."""

@@ -14,8 +14,9 @@ from torch import fx, nn
 
 import ndcompile as nd
 from ndcompile import checks, runtime
-from ndcompile.checks import CheckError
+from ndcompile.deduction import REPORT, RULE
 from ndcompile.duties import duties
+from ndcompile.errors import CheckError
 from ndcompile.mesh import MeshAxis, MeshSpec
 from ndcompile.placement import I, Layout, P, Placement, R, S
 from ndcompile.route import Move
@@ -82,7 +83,7 @@ def complaint(check: Callable[[fx.GraphModule, MeshSpec], None], graph: fx.Graph
     with pytest.raises(CheckError) as caught:
         check(graph, MeshSpec.parse(mesh))
     *text, tries = str(caught.value).splitlines()
-    assert tries.removeprefix("  try     ") in (checks.REPORT, checks.RULE, checks.WAIT), "it says what to try"
+    assert tries.removeprefix("  try     ") in (REPORT, RULE, checks.WAIT), "it says what to try"
     return "\n".join(text)
 
 

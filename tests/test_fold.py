@@ -15,6 +15,7 @@ import ndcompile as nd
 from ndcompile import checks
 from ndcompile.blocks import blocks_of
 from ndcompile.borders import Borders
+from ndcompile.errors import CheckError
 from ndcompile.mesh import MeshSpec
 from ndcompile.program import Program
 from tests.equivalence.deep import DEEP, WIDTH, Inner, Layer, Stack
@@ -118,7 +119,7 @@ def test_two_rounds_that_differ_are_noticed() -> None:
     for node in graph.graph.nodes:
         if node.meta.get("place") and node.meta["place"].round == 1:
             node.meta["kind"] = 99
-    with pytest.raises(checks.CheckError, match="two rounds of a run of blocks do not do the same"):
+    with pytest.raises(CheckError, match="two rounds of a run of blocks do not do the same"):
         checks.rounds_are_equal(graph, MeshSpec.parse("dp_shard=2, tp=2"))
 
 

@@ -41,10 +41,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "remat": {"runtime"},
     "borders": {"blocks", "objects", "withheld", "checkpoints"},
     "fold": {"blocks", "borders"},
-    "capture": {"size", "autocast", "inputs", "twin", "regions", "functional", "literals", "counts", "precision"}
+    "labels": {"autocast", "counts"},
+    "capture": {"autocast", "inputs", "twin", "regions", "functional", "labels", "literals", "counts", "precision"}
     | {"blocks", "withheld", "borders", "fold", "remat"},
     "dtypes": {"rules"},
-    "checks": {"placement", "mesh", "size", "duties"},
+    "checks": {"placement", "mesh", "duties", "deduction"},
+    "deduction": {"placement", "mesh", "size"},
     "duties": {"placement", "mesh"},
     "codegen": {"placement", "mesh", "size", "rules", "fold"},
     "runtime": {"placement", "mesh"},

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ndcompile import checks, pipeline
+from ndcompile import pipeline
 from ndcompile.duties import duties
+from ndcompile.errors import CheckError
 from ndcompile.program import Program
 from ndcompile.verify import own_dtypes, rings
 from ndcompile.verify.domain import FAILURES
@@ -33,7 +34,7 @@ def types(program: Program) -> Claim:
             f"{len(duties(program.folded, program.mesh))} uses of parameters are reduced exactly once"
         ]
         held = True
-    except checks.CheckError as error:
+    except CheckError as error:
         evidence, held = str(error).splitlines(), False
     return Claim("proved (types)", held, evidence, time.perf_counter() - begin)
 

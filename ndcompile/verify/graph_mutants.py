@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from ndcompile import checks, pipeline, runtime
+from ndcompile import pipeline, runtime
+from ndcompile.errors import CheckError
 from ndcompile.mesh import MeshAxis, MeshSpec
 from ndcompile.pipeline import copied
 from ndcompile.placement import IN_ORDER, TABLE, I, P, Placement, R, S
@@ -45,7 +46,7 @@ class GraphMutant:
 
 
 def check_types(graph: fx.GraphModule, mesh: MeshSpec) -> None:
-    """The checks of every compile that hold of a finished parallel graph. Raises `checks.CheckError`."""
+    """The checks of every compile that hold of a finished parallel graph. Raises `CheckError`."""
     for step in pipeline.PIPELINE:
         if step.name in CHECKED_AFTER:
             for check in step.ensures:
@@ -55,7 +56,7 @@ def check_types(graph: fx.GraphModule, mesh: MeshSpec) -> None:
 def seen_by_types(mutant: GraphMutant, mesh: MeshSpec) -> bool:
     try:
         check_types(mutant.graph, mesh)
-    except checks.CheckError:
+    except CheckError:
         return True
     return False
 

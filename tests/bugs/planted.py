@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import ndcompile as nd
-from ndcompile import checks, runtime
+from ndcompile import runtime
+from ndcompile.errors import CheckError
 from ndcompile.verify.graph_mutants import check_types, graph_mutants
 from ndcompile.verify.mutants import Mutant
 from ndcompile.verify.report import Report
@@ -38,7 +39,7 @@ class Situation:
         """The complaint of the types where the conversion at a place of the graph is changed."""
         found = [m for m in graph_mutants(self.program) if m.operator.endswith(change) and at in m.place]
         assert found, [str(m) for m in graph_mutants(self.program)]
-        with pytest.raises(checks.CheckError) as caught:
+        with pytest.raises(CheckError) as caught:
             check_types(found[0].graph, self.program.mesh)
         return str(caught.value)
 

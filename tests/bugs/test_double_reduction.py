@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from ndcompile import checks
+from ndcompile.errors import CheckError
 from ndcompile.pipeline import copied
 from ndcompile.placement import P
 from ndcompile.verify.graph_mutants import check_types
@@ -40,7 +40,7 @@ def test_a_value_that_is_called_partial_though_it_was_reduced() -> None:
     graph = copied(found.program.folded)
     node = next(n for n in graph.graph.nodes if n.name.startswith("all_reduce_invariant"))
     node.meta["layout"] = node.meta["layout"].replace("tp", P())
-    with pytest.raises(checks.CheckError) as caught:
+    with pytest.raises(CheckError) as caught:
         check_types(graph, found.program.mesh)
     assert "but it is 'tp P'" in str(caught.value)
     right = found.line("total_2 = all_reduce_invariant(total_2")
@@ -63,7 +63,7 @@ def test_a_lookup_whose_gradient_is_summed_over_the_axis_of_its_columns() -> Non
     way = next(n for n in graph.graph.nodes if n.meta.get("parameter") == "tokens.weight")
     assert way.meta["move"].axes == ("dp_shard",)
     way.meta["move"] = dataclasses.replace(way.meta["move"], axes=("tp",))
-    with pytest.raises(checks.CheckError):
+    with pytest.raises(CheckError):
         check_types(graph, found.program.mesh)
     right = 'tokens=weight("/tokens.weight", gather={"dp_shard": 0})'
     assert found.seen_by(right, 'tokens=weight("/tokens.weight", reduce=("tp",), gather={"dp_shard": 0})') == "field"

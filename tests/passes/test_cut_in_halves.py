@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ndcompile as nd
-from ndcompile.checks import CheckError, halves_are_apart
+from ndcompile.checks import halves_are_apart
 from ndcompile.compiler import compiled
+from ndcompile.errors import CheckError
 from ndcompile.inputs import Inputs
 from ndcompile.mesh import MeshSpec
 from ndcompile.precision import Precision

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import ndcompile as nd
-from ndcompile.checks import CheckError
+from ndcompile.errors import CheckError
 from ndcompile.mesh import MeshError
 from ndcompile.runtime import private
 from ndcompile.verify.cancelling import terms

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ndcompile as nd
-from ndcompile.checks import CheckError
+from ndcompile.errors import CheckError
 from ndcompile.runtime import private
 from ndcompile.verify import execute
 from ndcompile.verify.graph_mutants import graph_mutants
