@@ -91,20 +91,33 @@ def accumulates(mesh: str) -> None:
 
 def what_is_held_back_is_lent_to_the_lane(mesh: str) -> None:
     """So that its memory is nobody else's while the lane reads it."""
-    parallel, lent, call = nd.parallelize(seeded(Stack), mesh, tokens()), set[int | None](), Lane.__call__
+    parallel = nd.parallelize(seeded(Stack), mesh, tokens())
+    with parallel.accumulate():
+        parallel(**rows(tokens(), mesh))["loss"].backward()
+    buckets = parallel._program()[0]._state.order
+    held = deferred(*buckets)
+    with lending() as lent:
+        parallel(**rows(tokens(), mesh))["loss"].backward()
+    assert held and held <= lent
+
+
+def deferred(*buckets: Bucket) -> set[int | None]:
+    """The memory of what buckets hold back."""
+    return {private.storage_id(x) for bucket in buckets for x in bucket._deferred.values()}
+
+
+@contextmanager
+def lending() -> Iterator[set[int | None]]:
+    """The memory that is lent to lanes meanwhile."""
+    lent, call = set[int | None](), Lane.__call__
 
     def noting(lane: Lane, *tensors: Tensor) -> Any:
         lent.update(map(private.storage_id, tensors))
         return call(lane, *tensors)
 
-    with parallel.accumulate():
-        parallel(**rows(tokens(), mesh))["loss"].backward()
-    buckets = parallel._program()[0]._state.order
-    held = {private.storage_id(x) for bucket in buckets for x in bucket._deferred.values()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lane, "__call__", noting)
-        parallel(**rows(tokens(), mesh))["loss"].backward()
-    assert held and held <= lent
+        yield lent
 
 
 def a_step_in_between_is_an_error(mesh: str) -> None:
@@ -142,7 +155,10 @@ def what_the_last_does_not_use_is_reduced_too() -> None:
     harvest = Harvest(made[0][1] | {f"second {n}": p for n, p in made[1][1].items()}, first._lane, flush)
     second._names = tuple(f"second {n}" for n in second._names)
     second.parameters = {f"second {n}": p for n, p in made[1][1].items()}
-    used(first, Forward.of(harvest), defer=False).backward()
+    held_back = deferred(second)
+    with lending() as lent:
+        used(first, Forward.of(harvest), defer=False).backward()
+    assert held_back and held_back <= lent
     mesh = Mesh(MeshSpec.parse("dp_replicate=2"), dist.get_rank())
     for (_, held), want, times in zip(made, [expected_of(0), expected_of(1)], (2.0, 1.0), strict=True):
         check(held, want, mesh, factor=times)
