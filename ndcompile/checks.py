@@ -265,10 +265,11 @@ HALVES = "halves"
 def ops_are_legal(graph: fx.GraphModule, mesh: MeshSpec, signature: Callable[[fx.Node], Any]) -> None:
     """Deduce each op's output placement on each axis from its operands'; raise where the op is not legal on them."""
     for node in _ops(graph):
-        if "move" in node.meta or "data_axes" in node.meta:
+        if "move" in node.meta:
             continue
         name = str(getattr(node.target, "__name__", node.target))
-        bound = None if name == "getitem" else signature(node)
+        passes_on = name == "getitem" or "data_axes" in node.meta
+        bound = None if passes_on else signature(node)
         for axis in mesh.names:
             given = [v.meta["layout"].on(axis) for v in _tensors(node)]
             grads = [v.meta["grad"] for v in _tensors(node)]

@@ -578,3 +578,14 @@ def test_a_parameter_that_lies_in_another_order_than_it_is_used() -> None:
         f"  node    %{weight.name}\n"
         "  why     a rank would hold other rows than those that it uses"
     )
+
+
+def test_a_conversion_that_is_lost_before_a_scaled_result() -> None:
+    """What scales a gradient changes no layout."""
+    mesh = "dp_shard=2, tp=2"
+    graph = graph_of("mlp", mesh)
+    scaled = next(n for n in graph.graph.nodes if "data_axes" in n.meta)
+    drop(graph, scaled.all_input_nodes[0].name)
+    assert complaint(legal, graph, mesh).startswith(
+        f"%{scaled.name} is I on axis 'tp', but its operands make it P\n  node    %{scaled.name}"
+    )
