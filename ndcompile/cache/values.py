@@ -88,7 +88,10 @@ def _mapping(walk: Walk, value: Any, strict: bool, way: str) -> None:
 
 def _dict(walk: Walk, value: dict[Any, Any], strict: bool, way: str) -> None:
     walk.say("dict", len(value))
-    for key, held in dict.items(value):
+    items = list(dict.items(value))
+    if not strict and all(type(key) is str for key, _ in items):
+        items.sort(key=lambda item: item[0])  # packages make some of sets, which have another order in each process
+    for key, held in items:
         walk.value(key, strict, f"a key of {way}")
         walk.value(held, strict, f"{way}[{key!r}]" if is_plain(key) else f"a value of {way}")
     _rest(walk, value, strict, way)

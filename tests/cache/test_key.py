@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import ndcompile as nd
 from ndcompile.cache.key import Key, key_or_why
+from ndcompile.cache.walk import Walk
 from ndcompile.inputs import Inputs
 from ndcompile.mesh import MeshSpec
 from ndcompile.pins import read_pins
@@ -311,6 +312,20 @@ def test_another_tie_misses() -> None:
     before = key(model)
     model["b"].weight = model["a"].weight
     assert "ties" in key(model).differs(before)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_order_of_a_dict_matters_if_it_is_the_users_own(strict: bool) -> None:
+    """One of a package's (`strict=False`) may be made of a set, which has another order in each process."""
+
+    def seen(value: dict[str, int]) -> str:
+        walk = Walk({})
+        walk.value(value, strict, "it")
+        return walk._hash.hexdigest()
+
+    there, back = dict(a=1, b=2), dict(b=2, a=1)
+    assert (seen(there) == seen(back)) != strict
+    assert seen(there) == seen(dict(there)) != seen(dict(a=1, b=3))
 
 
 def test_weights_do_not_matter(tmp_path: Path) -> None:
