@@ -176,11 +176,12 @@ class _Functional:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, p: float = 0.0, causal: bool = False,
         scale: float | None = None,
     ) -> Tensor:  # fmt: skip
-        """By its formula, since the package has no rule for it on a CPU."""
+        """By its formula, since the package has no rule for it on a CPU, nor torch 2.11 for such products."""
         assert mask is None and not p, "the models here have causal attention without dropout"
-        scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)
         later = torch.ones(q.shape[-2], k.shape[-2]).triu(1) > 0
-        return (scores.masked_fill(later, -torch.inf) if causal else scores).softmax(-1) @ v
+        shares = (scores.masked_fill(later, -torch.inf) if causal else scores).softmax(-1)
+        return (shares.unsqueeze(-1) * v.unsqueeze(-3)).sum(-2)
 
 
 functional = _Functional()

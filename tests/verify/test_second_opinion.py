@@ -60,7 +60,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
 @cache
 def compiled(model: str, mesh: str) -> nd.Program:
     made, batch = MODELS[model]()
-    return nd.compile(made, mesh, batch)
+    return nd.compile(made, mesh, batch, float64=True)
 
 
 @contextlib.contextmanager
