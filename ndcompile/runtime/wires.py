@@ -132,7 +132,7 @@ class Wire:
         self, rows: Sequence[Tensor], factors: Sequence[Tensor], bias: Tensor | None, shape: Sequence[int], dim: int
     ) -> Tensor:
         """The same of the sum of products `[N, k] @ [k, m]`, which is of this shape: the others' rows come first."""
-        parts = [self._rows(x.reshape(*shape[:-1], x.shape[-1]), dim) for x in rows]
+        parts = [self._rows(x.reshape(*shape[:-1], x.shape[-1]).contiguous(), dim) for x in rows]
 
         def put(to: Tensor, rank: int) -> None:
             for number, (part, factor) in enumerate(zip(parts, factors, strict=True)):
@@ -154,14 +154,15 @@ class Wire:
 
     def _parts(self, whole: Tensor, dim: int) -> tuple[Tensor, ...]:
         """What each rank has of a contiguous whole along `dim`: `[pieces, length]`."""
-        return whole.view(math.prod(whole.shape[:dim]), self._count, -1).unbind(1)
+        length = whole.shape[dim] // self._count * math.prod(whole.shape[dim + 1 :])
+        return whole.view(math.prod(whole.shape[:dim]), self._count, length).unbind(1)
 
     def _rows(self, whole: Tensor, dim: int) -> tuple[Tensor, ...]:
         """The same as matrices: `[n, k]`, or `[pieces, n, k]` where that is in several."""
-        pieces = math.prod(whole.shape[:dim])
+        pieces, n = math.prod(whole.shape[:dim]), whole.shape[dim] // self._count * math.prod(whole.shape[dim + 1 : -1])
         if pieces == 1:
-            return whole.view(self._count, -1, whole.shape[-1]).unbind(0)
-        return whole.view(pieces, self._count, -1, whole.shape[-1]).unbind(1)
+            return whole.view(self._count, n, whole.shape[-1]).unbind(0)
+        return whole.view(pieces, self._count, n, whole.shape[-1]).unbind(1)
 
     def _gathered(self, x: Tensor, dim: int) -> tuple[Tensor, dict[int, torch.cuda.Event | None]]:
         """The whole, of which own parts are there, and by rank when theirs are."""
