@@ -158,10 +158,11 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: str, backward: str, along: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        ctx.later = backward, x.dtype, back(backward, along)
+        later = back(backward, along)
+        ctx.later = backward, x.dtype, later
         raw = begun(forward, x, Along(*along))
         ctx.mark_non_differentiable(raw)
-        after = Along(*back(backward, along))
+        after = Along(*later)
         reduced = after.dtype if backward in ("all_reduce", "reduce_scatter") and after.dtype is not None else x.dtype
         return raw, x.new_zeros((), dtype=reduced).expand(shape_brought(backward, x.shape, after))
 

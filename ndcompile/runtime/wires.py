@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -92,9 +92,11 @@ class Wire:
         self.group = group
         self._own, self._count = group.rank(), group.size()
         self._others = [(self._own + 1 + i) % self._count for i in range(self._count - 1)]
-        self._whole_slots = {rank: (rank, 0) for rank in range(self._count)}
-        self._own_areas = {rank: (self._own, self._area(self._own, rank)) for rank in self._others}
-        self._areas_for_own = {rank: (rank, self._area(rank, self._own)) for rank in self._others}
+        self._spots = {
+            "gathered": {rank: (rank, 0) for rank in range(self._count)},
+            "sent": {rank: (self._own, self._area(self._own, rank)) for rank in self._others},
+            "came": {rank: (rank, self._area(rank, self._own)) for rank in self._others},
+        }
         self._device, self._lane = device, Lane(device)
         self._met: deque[torch.cuda.Event | None] = deque(maxlen=SLOTS)
         self._size = self._turn = 0
@@ -169,7 +171,7 @@ class Wire:
         self._next(room("all_gather", x.shape, x.dtype, self._count))
         whole = x.new_empty(_along(x.shape, dim, x.shape[dim] * self._count))
         parts = self._parts(whole, dim)
-        sent = self._spaces("gathered", parts[0].shape, x.dtype, self._whole_slots)
+        sent = self._spaces("gathered", parts[0].shape, x.dtype)
         x = x.reshape(parts[0].shape)
         for place in (sent[self._own], parts[self._own]):
             place.copy_(x)
@@ -188,8 +190,8 @@ class Wire:
         Each puts a tensor of the shape `part`; the whole would be of this `shape`.
         """
         self._next(room("reduce_scatter", shape, like.dtype, self._count))
-        sent = self._spaces("sent", part, like.dtype, self._own_areas)
-        came = self._spaces("came", part, like.dtype, self._areas_for_own)
+        sent = self._spaces("sent", part, like.dtype)
+        came = self._spaces("came", part, like.dtype)
         for rank in self._others:
             put(sent[rank], rank)
         with self._beside():
@@ -203,9 +205,7 @@ class Wire:
         """Which of the areas of a sender's slot is the receiver's."""
         return (receiver - sender - 1) % self._count
 
-    def _spaces(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype, spots: Mapping[int, tuple[int, int]]
-    ) -> dict[int, Tensor]:
+    def _spaces(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> dict[int, Tensor]:
         """For ranks the place of this shape in some rank's slot, after so many others: made once, and kept."""
         key = name, self._turn, tuple(shape), dtype
         if key not in self._places:
@@ -215,7 +215,7 @@ class Wire:
             size, start = math.prod(shape) * dtype.itemsize, self._turn * self._size
             self._places[key] = {
                 rank: self._peers.views[owner][start + after * size :][:size].view(dtype).view(*shape)
-                for rank, (owner, after) in spots.items()
+                for rank, (owner, after) in self._spots[name].items()
             }
         return self._places[key]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ndcompile.runtime import private
+from ndcompile.verify.domain import is_element
 from ndcompile.verify.precise import precise
 
 MOST = 4000
@@ -76,4 +77,4 @@ def _place(x: Tensor) -> tuple[Any, ...]:
 
 
 def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+    return isinstance(x, Tensor) and is_element(x)
