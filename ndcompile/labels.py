@@ -18,6 +18,9 @@ from ndcompile.errors import CompileError
 
 BATCH, SEQUENCE = sympy.Symbol("b", positive=True, integer=True), sympy.Symbol("s", positive=True, integer=True)
 
+MOST_NUMBERS = 1 << 16
+"""Of a buffer of positions or choices, that a program keeps."""
+
 READS = ("aten.item.default", "aten._local_scalar_dense.default")
 """Ops that give a number of Python's."""
 
@@ -42,6 +45,8 @@ def label_placeholders(
             merged[name] = node
             grad = kind == "PARAMETER" and tensors[name].requires_grad
             node.meta |= dict(role=kind.lower(), name=name, grad=grad)
+            if kind == "BUFFER" and _counts(tensors[name]):
+                node.meta["value"] = tensors[name].detach().clone()
         elif kind == "CONSTANT_TENSOR":
             constant = exported.constants[spec.target or ""]
             assert isinstance(constant, Tensor), f"{spec.target} is a tensor constant"
@@ -61,6 +66,11 @@ def label_placeholders(
             assert not node.users, f"{node} is a constant input and has no uses in the graph"
             graph.erase_node(node)
     return tuple(found)
+
+
+def _counts(buffer: Tensor) -> bool:
+    """Whether a buffer holds whole numbers, which are known and so few that a program may keep them for `verify`."""
+    return not (buffer.is_floating_point() or buffer.is_complex() or buffer.is_meta) and buffer.numel() <= MOST_NUMBERS
 
 
 def widen_casts(graph: fx.GraphModule) -> None:

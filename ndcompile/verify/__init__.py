@@ -49,10 +49,11 @@ def verify(
     """Check that the emitted text computes what the reference graph computes: results, every gradient on every rank,
     the gradient norm, and the parameters after two clipped steps of AdamW over `microbatches` each.
 
-    Needs no process group and no GPU. `model` is needed where it has integer buffers. `source` is another text to run
-    in place of the program's. A large program runs at small sizes on a small mesh, with its own text (`shrink`).
-    `also` asks for more arithmetics: "dtypes", the program's own (asked for by itself where there is a precision), and
-    "integers", small whole numbers, for programs that are shallow. All ranks run on `device`, the CPU or one GPU.
+    Needs no process group and no GPU. `model` is needed where the program could not keep a buffer's whole numbers: it
+    was compiled on the meta device, or they are many. `source` is another text to run in place of the program's. A
+    large program runs at small sizes on a small mesh, with its own text (`shrink`). `also` asks for more arithmetics:
+    "dtypes", the program's own (asked for by itself where there is a precision), and "integers", small whole numbers,
+    for programs that are shallow. All ranks run on `device`, the CPU or one GPU.
     `progress(what, done, steps)` is called before each step and at the end.
     """
     wanted, device = _asked_for(program, also), _usable(device)

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from ndcompile.axes import data_axes, data_ranks
 from ndcompile.errors import CompileError
+from ndcompile.labels import MOST_NUMBERS
 from ndcompile.mesh import MeshSpec
 from ndcompile.program import Program
 from ndcompile.rules.registry import arguments, op_name
@@ -88,7 +89,7 @@ def draw(
 ) -> Sample:  # fmt: skip
     """A sample at the smallest sizes that the program takes, or with `times` as many samples.
 
-    Integer buffers are the model's own, so it must be given where there are some.
+    Whole numbers in buffers are the model's own: the program has those that it could keep, of others it must be given.
     """
     manifest = program.manifest
     placeholders = {n.meta["name"]: n for n in program.reference.graph.find_nodes(op="placeholder") if "name" in n.meta}
@@ -168,7 +169,8 @@ def _buffer(name: str, node: fx.Node, domain: Domain, model: nn.Module | None) -
     if not isinstance(value, Tensor) or value.is_meta:
         raise CompileError(
             f"verify needs the values of buffer '{name}'",
-            why="it holds whole numbers, which stand for positions or choices, so that random ones would not do",
+            why="it holds whole numbers, which stand for positions or choices, so that random ones would not do, and the "
+            f"program keeps those of up to {MOST_NUMBERS:,} that were known when it was compiled",
             tries="nd.verify(program, model) with a model that is not on the meta device",
         )
     return value[tuple(slice(int(n)) for n in node.meta["sizes"])]

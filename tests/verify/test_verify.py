@@ -92,3 +92,27 @@ def test_statistics_that_are_wrong_are_found(bug: str) -> None:
     report = verified("convolution in 1d", "dp_shard=2", *NORM_BUGS[bug])
     assert [claim.held for claim in report.claims] == [True, False, False], report
     assert report.begins, report
+
+
+class Positions(torch.nn.Module):
+    """Places by a buffer, as BERT's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 8)
+        self.register_buffer("places", torch.arange(16).flip(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x + self.table(self.places[: x.size(1)]))
+
+
+def test_a_program_keeps_the_whole_numbers_that_buffers_hold() -> None:
+    program = nd.compile(Positions(), "dp_shard=2", torch.zeros(4, 8, 8))
+    assert nd.verify(program, seeds=1)
+
+
+def test_whole_numbers_that_were_not_known_are_asked_for() -> None:
+    program = nd.compile(Positions().to("meta"), "dp_shard=2", torch.zeros(4, 8, 8))
+    with pytest.raises(nd.CompileError, match=r"verify needs the values of buffer 'places'(.|\n)*nd.verify\(program, mod"):
+        nd.verify(program, seeds=1)
+    assert nd.verify(program, Positions(), seeds=1)
