@@ -169,8 +169,8 @@ def _buffer(name: str, node: fx.Node, domain: Domain, model: nn.Module | None) -
     if not isinstance(value, Tensor) or value.is_meta:
         raise CompileError(
             f"verify needs the values of buffer '{name}'",
-            why="it holds whole numbers, which stand for positions or choices, so that random ones would not do, and the "
-            f"program keeps those of up to {MOST_NUMBERS:,} that were known when it was compiled",
+            why="it holds whole numbers, which stand for positions or choices, so that random ones would not do; the "
+            f"program keeps up to {MOST_NUMBERS:,} that were known when it was compiled",
             tries="nd.verify(program, model) with a model that is not on the meta device",
         )
     return value[tuple(slice(int(n)) for n in node.meta["sizes"])]

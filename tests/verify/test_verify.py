@@ -113,6 +113,6 @@ def test_a_program_keeps_the_whole_numbers_that_buffers_hold() -> None:
 
 def test_whole_numbers_that_were_not_known_are_asked_for() -> None:
     program = nd.compile(Positions().to("meta"), "dp_shard=2", torch.zeros(4, 8, 8))
-    with pytest.raises(nd.CompileError, match=r"verify needs the values of buffer 'places'(.|\n)*nd.verify\(program, mod"):
+    with pytest.raises(nd.CompileError, match=r"the values of buffer 'places'(.|\n)*nd.verify\(program, model\)"):
         nd.verify(program, seeds=1)
     assert nd.verify(program, Positions(), seeds=1)
