@@ -228,11 +228,14 @@ def _not_captured(model: nn.Module, error: Exception) -> CompileError:
             tries="torch.where instead of if on a tensor",
         )
     if "register a pytree" in text or text.startswith("unhashable type"):  # the latter is torch 2.11's
+        caches = getattr(getattr(model, "config", None), "use_cache", False)
         return CompileError(
             f"{type(model).__name__} returns or takes a class that cannot be taken apart",
             source=source,
             why=text.strip().splitlines()[0].split(". ")[0],
-            tries="torch.export.register_dataclass(TheClass), or a dict",
+            tries="model.config.use_cache = False, as keys and values of past tokens are for generation"
+            if caches
+            else "torch.export.register_dataclass(TheClass), or a dict",
         )
     return CompileError(
         f"{type(model).__name__} cannot be traced with the example inputs",

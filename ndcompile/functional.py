@@ -20,7 +20,7 @@ from ndcompile import runtime
 from ndcompile.batch_norm import lower_batch_norms
 from ndcompile.build import Builder, stands_with
 from ndcompile.errors import CompileError
-from ndcompile.rules.registry import STOPS_GRADIENTS, arguments, model_results, op_name
+from ndcompile.rules.registry import arguments, model_results, passes_gradients
 
 aten = torch.ops.aten
 
@@ -275,8 +275,7 @@ def carries(value: fx.Node) -> bool:
         node = pending.pop()
         if node.op == "placeholder" and node.meta.get("grad"):
             return True
-        stops = node.op == "call_function" and op_name(node.target) in STOPS_GRADIENTS
-        if not stops and node.meta.get("dtype", torch.int64).is_floating_point:
+        if passes_gradients(node):
             pending += [n for n in node.all_input_nodes if n not in seen]
             seen.update(node.all_input_nodes)
     return False

@@ -39,7 +39,8 @@ def _inline(graph: fx.GraphModule, node: fx.Node) -> None:
             new.meta |= dict(autocast=inside, no_grad=stops)
             if inner.op == "get_attr":
                 setattr(graph, str(inner.target), getattr(body, str(inner.target)))
-            if stops and isinstance(new.meta.get("val"), Tensor) and new.meta["val"].is_floating_point():
+            value = new.meta.get("val")
+            if stops and isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
                 cut = graph.graph.call_function(torch.ops.aten.detach.default, (new,))
                 cut.meta = dict(new.meta)
                 copied[inner] = cut

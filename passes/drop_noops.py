@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
+
+from ndcompile.rules.registry import passes_gradients
 
 aten = torch.ops.aten
 CASTS = (
@@ -21,10 +25,12 @@ VIEWS = (aten.expand.default, aten.view.default, aten.reshape.default, aten.slic
 
 
 def drop_noops(graph: fx.GraphModule) -> fx.GraphModule:
-    """Casts to the dtype at hand, copies, full slices, views to the same shape, dropout that drops nothing.
+    """Casts to the dtype at hand, copies, full slices, views to the same shape, dropout that drops nothing, `detach` of
+    what carries no gradient.
 
     What is left of casts is `aten.to.dtype`; what no output needs is erased. Afterwards `no_noops` holds.
     """
+    idle = _idle(graph.graph)
     for node in list(graph.graph.nodes):
         if node.op != "call_function":
             continue
@@ -32,7 +38,7 @@ def drop_noops(graph: fx.GraphModule) -> fx.GraphModule:
             source = node.args[0].args[0][node.args[1]]
             if source.meta["sizes"] == node.meta["sizes"]:
                 node.replace_all_uses_with(source)
-        elif is_noop(node):
+        elif is_noop(node) or node in idle:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
         elif node.target is aten.view.default:
@@ -44,6 +50,21 @@ def drop_noops(graph: fx.GraphModule) -> fx.GraphModule:
     graph.graph.eliminate_dead_code(_is_impure)
     graph.recompile()
     return graph
+
+
+def _idle(graph: fx.Graph) -> set[fx.Node]:
+    """Each `detach` that no gradient comes to; of a run in neither of its rounds, so that they stay equal."""
+    carrying, rounds, number = set[fx.Node](), dict[Any, list[fx.Node]](), Counter[Any]()
+    for node in graph.nodes:
+        given = node.meta.get("grad") if node.op == "placeholder" else not carrying.isdisjoint(node.all_input_nodes)
+        if given and passes_gradients(node):
+            carrying.add(node)
+        if node.target is aten.detach.default:
+            place = node.meta.get("place")
+            number[place] += 1
+            twins = node if place is None or place.run is None else (place.run, place.position, number[place])
+            rounds.setdefault(twins, []).append(node)
+    return {node for same in rounds.values() if carrying.isdisjoint(n.args[0] for n in same) for node in same}
 
 
 def _is_impure(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from ndcompile.axes import data_ranks
 from ndcompile.cost import NOMINAL
 from ndcompile.mesh import MeshSpec
 from ndcompile.passes.mark_blocks import is_port
-from ndcompile.rules.registry import STOPS_GRADIENTS, op_name, operands
+from ndcompile.rules.registry import operands, passes_gradients
 from ndcompile.size import Size
 
 
@@ -53,10 +53,8 @@ def mark_gradients(graph: fx.GraphModule) -> None:
     while True:
         for node in graph.graph.nodes:
             if "shape" in node.meta and node.op == "call_function":
-                flowing = node.meta["dtype"].is_floating_point or node.meta["dtype"].is_complex
-                stopped = op_name(node.target) in STOPS_GRADIENTS or not flowing
                 flows = any(o.meta["grad"] for o in operands(node)) or (is_port(node) and node.meta["alias"] in ports)
-                node.meta["grad"] = flows and not stopped
+                node.meta["grad"] = flows and passes_gradients(node)
         found = {n.meta["alias"] for n in graph.graph.nodes if is_port(n) and n.meta["grad"]}
         if found == ports:
             return

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -608,3 +609,18 @@ def test_a_model_on_meta_is_captured_alike() -> None:
     with torch.device("meta"):
         model = Twice()
     assert str(nd.compile(model, "tp=2", X)) == str(nd.compile(seeded(Twice), "tp=2", X))
+
+
+def test_a_model_that_keeps_keys_and_values_is_refused_with_the_option_that_helps() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    model = transformers.LlamaForCausalLM(config)
+    with pytest.raises(nd.CompileError, match="cannot be taken apart") as caught:
+        nd.compile(model, "", {"input_ids": ids})
+    assert caught.value.tries == (
+        "model.config.use_cache = False, as keys and values of past tokens are for generation",
+    )
+    model.config.use_cache = False
+    nd.compile(model, "", {"input_ids": ids})

@@ -63,6 +63,13 @@ LOOPS = {
     "residuals outside": ["down = self.block(\"layers.0\")(x)", "for block in self.list(\"layers\", 1, 5):",
                           "down = block(add)"],
     "called again": ["add = self.block(\"layers.0\")(x)", "for _ in range(4):", "add = self.block(\"layers.0\")(add)"],
+    "cycles": [
+        'for block in self.list("layers", 0, 2, kind=Layer):', "add = block(add)",
+        'add_2 = self.block("layers.2", Layer)(add)',
+        'add_4 = self.block("layers.0", Layer2)(add_3)',
+        'for block in self.list("layers", 1, 3, kind=Layer2):', "add_4 = block(add_4)",
+        'add_5 = self.block("layers.0", Layer3)(unsqueeze)',
+    ],
     "alternating": [
         "add = self.block(\"layers.0\")(x, fold(rng, 0))",
         "for i, (block, block_2) in enumerate(zip(self.list(\"layers\", 1, 6, 2), self.list(\"layers\", 2, 7, 2))):",
@@ -78,6 +85,19 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_root_loops_over_a_run(name: str) -> None:
     assert root(compiled(DEEP[name]())) == LOOPS[name]
+
+
+def test_a_block_that_is_called_in_several_ways_has_a_class_for_each() -> None:
+    """Each call names its own; what carries no gradient is not detached once more."""
+    text = str(compiled(DEEP["cycles"]()))
+    table = text[text.index("blocks = {") :].split("}")[0].splitlines()[1:-1]
+    assert [line.strip() for line in table] == [
+        '"layers[0:1]": (Layer, Layer2, Layer3),',
+        '"layers[1:3]": (Layer, Layer2),',
+    ]
+    without = text[text.index("class Layer(") : text.index("class Layer2(")]
+    with_ = text[text.index("class Layer2(") : text.index("class Layer3(")]
+    assert re.findall(r"= (\w+)\.detach\(\)", without) == ["norm", "up", "down"] and "detach" not in with_
 
 
 @pytest.mark.parametrize("name", ["numbered", "counted", "skips", "collected"])

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import fx
@@ -188,6 +189,25 @@ class _Emitter:
             self.class_names[segment.kind] = name
         return self.class_names[segment.kind]
 
+    @cached_property
+    def ways(self) -> dict[str, list[str]]:
+        """The classes of each block: one for each way in which it is called."""
+        found: dict[str, dict[str, None]] = {}
+        for segment in self.segments:
+            for path in segment.blocks:
+                found.setdefault(path, {})[self._class_name(segment)] = None
+        return {path: list(names) for path, names in found.items()}
+
+    def way(self, segment: Segment) -> str:
+        """The class that the text has to name, since the segment's block is called in another way too; or nothing."""
+        several = any(len(self.ways[path]) > 1 for path in segment.blocks)
+        return self._class_name(segment) if several else ""
+
+    def block(self, segment: Segment, path: str) -> str:
+        """The text that stands for one block."""
+        named = f", {self.way(segment)}" if self.way(segment) else ""
+        return f'self.block("{path}"{named})'
+
     # ---- one function --------------------------------------------------------------------------------------------
 
     def _function(self, segment: Segment) -> tuple[list[str], list[str], str]:
@@ -299,16 +319,16 @@ class _Emitter:
                 taken = [self.argument(v, names) for v in segment.inputs]
                 border = {node for part in segment.parts if part.border for node in part.nodes}
                 targets = [self.target(v, names, used) for v in segment.outputs if v not in border]
-                body += self.call(segment, f'self.block("{segment.block}")', taken, targets, names, used)
+                body += self.call(segment, self.block(segment, segment.block), taken, targets, names, used)
                 body += [line for part in segment.parts if part.border for line in self._border(part, names, used)]
         returned = [names[v] if isinstance(v, fx.Node) else repr(v) for v in model_results(self.graph)]
         body += self._updates(names)
         lines = ["", "", f"class {self.root}(Root):"]
         lines += ["    weights = {", *tables, "    }"] if tables else []
-        rows = {block: self._class_name(s) for s in self.segments if s.block for block in s.blocks}
-        if rows:
+        if self.ways:
+            rows = {path: ways[0] if len(ways) == 1 else f"({', '.join(ways)})" for path, ways in self.ways.items()}
             lines += ["    blocks = {"]
-            lines += [f'        "{path}": {name},' for path, name in block_table(rows)]
+            lines += [f'        "{path}": {names},' for path, names in block_table(rows)]
             lines += ["    }"]
         lines += ["", f"    def forward(self{given}{', rng' if keyed else ''}):", *indented(body, 8)]
         lines += [f"        return ({', '.join(returned)}{',' if len(returned) == 1 else ''})", *functions]

@@ -22,6 +22,10 @@ class Statements(Protocol):
 
     def argument(self, value: fx.Node, names: Any) -> str: ...
 
+    def way(self, segment: Segment) -> str: ...
+
+    def block(self, segment: Segment, path: str) -> str: ...
+
     def target(self, value: fx.Node, names: dict[fx.Node, str], used: set[str]) -> str: ...
 
     def call(
@@ -108,20 +112,23 @@ class LoopWriter:
 
     def _blocks_of(self, loop: Loop, at: int, count: int) -> tuple[str, str]:
         """The loop's variable for a block and what it runs through; or nothing and one block's text."""
-        blocks = loop.blocks(at)
+        blocks, segment = loop.blocks(at), loop.body[at]
         if not blocks or len(set(blocks)) == 1:
-            return "", f'self.block("{blocks[0]}")' if blocks else ""
-        path = blocks[0].rpartition(".")[0]
+            return "", self.statements.block(segment, blocks[0]) if blocks else ""
+        path, way = blocks[0].rpartition(".")[0], self.statements.way(segment)
         numbers = [int(block.rpartition(".")[2]) for block in blocks]
         step = numbers[1] - numbers[0]
         variable = "block" if not count else f"block_{count + 1}"
-        if step == 1 and numbers[0] == 0 and len(numbers) == self._length(path):
-            return variable, f'self.list("{path}")'
-        extra = f", {step}" if step > 1 else ""
-        return variable, f'self.list("{path}", {numbers[0]}, {numbers[-1] + 1}{extra})'
+        more = [str(numbers[0]), str(numbers[-1] + 1), *([str(step)] if step > 1 else [])]
+        if step == 1 and numbers[0] == 0 and len(numbers) == self._length(path, way):
+            more = []
+        given = [f'"{path}"', *more, *([f"kind={way}"] if way else [])]
+        return variable, f"self.list({', '.join(given)})"
 
-    def _length(self, path: str) -> int:
-        return len({b for s in self.statements.segments for b in s.blocks if b.rpartition(".")[0] == path})
+    def _length(self, path: str, way: str) -> int:
+        """How many blocks of a list are called in this way, or at all."""
+        called = [s for s in self.statements.segments if not way or self.statements.way(s) == way]
+        return len({b for s in called for b in s.blocks if b.rpartition(".")[0] == path})
 
     def _dies(self, value: fx.Node, loop: Loop) -> bool:
         """Whether nothing but the loop's first round needs the value that goes into it."""

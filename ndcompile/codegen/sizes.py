@@ -239,9 +239,12 @@ class SizeNames:
             yield str(dims[node.name][dim]), self._length(values[0], dim, arguments(node))
 
     def _windows(self, node: fx.Node, dims: Mapping[str, tuple[str | None, ...]]) -> Iterator[tuple[str, str]]:
-        """How many places a kernel has in each spatial dim of a convolution's input."""
+        """How many places a kernel has in each spatial dim of a convolution's input; how channels are grouped."""
         given = arguments(node)
-        inputs, kernels = dims[given["input"].name], dims[given["weight"].name]
+        inputs, kernels, groups = dims[given["input"].name], dims[given["weight"].name], given["groups"]
+        if groups > 1:
+            yield str(inputs[1]), f"{groups} * {kernels[1]}"
+            yield str(kernels[0]), f"{groups} * ({kernels[0]} // {groups})"
         for i in range(len(node.meta["sizes"]) - 2):
             pad, step, apart = (given[k][i % len(given[k])] if given[k] else d
                                 for k, d in (("padding", 0), ("stride", 1), ("dilation", 1)))  # fmt: skip

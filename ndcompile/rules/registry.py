@@ -23,6 +23,13 @@ _GIVEN: dict[str, tuple[Rule, str]] = {}
 STOPS_GRADIENTS = frozenset({"aten.detach.default", "runtime.moving_average"})
 
 
+def passes_gradients(node: fx.Node) -> bool:
+    """Whether a value hands a gradient on to its operands: its numbers are no whole ones, and nothing stops it here."""
+    dtype = node.meta.get("dtype", torch.int64)
+    stops = node.op == "call_function" and op_name(node.target) in STOPS_GRADIENTS
+    return (dtype.is_floating_point or dtype.is_complex) and not stops
+
+
 def op_name(target: Any) -> str:
     """`aten.add.Tensor`, `runtime.dropout`, or `namespace.op.overload` of a user's own op."""
     if isinstance(target, torch._ops.OpOverload):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -144,7 +145,8 @@ class Root:
     """The whole model: its stretches between blocks are pure functions, its `forward` is the order of all."""
 
     weights: ClassVar[Mapping[str, Mapping[str, Weight]]] = {}
-    blocks: ClassVar[Mapping[str, type[Block]]] = {}
+    blocks: ClassVar[Mapping[str, type[Block] | tuple[type[Block], ...]]] = {}
+    """By place; of a block that is called in several ways (without a gradient, say) a class for each."""
     forward: Any
 
     def __init_subclass__(cls) -> None:
@@ -153,8 +155,17 @@ class Root:
     def __init__(self, state: State) -> None:
         self._state = state
         self._buckets = {title: state.bucket(weights, "") for title, weights in self.weights.items()}
-        every = {path: kind for text, kind in self.blocks.items() for path in _paths(text)}
-        self._blocks = {path: kind(state, path) for path, kind in every.items() if path not in state.without}
+        self._blocks = {
+            path: {kind: kind(state, path) for kind in kinds}
+            for text, kinds in self.classes().items()
+            for path in _paths(text)
+            if path not in state.without
+        }
+
+    @classmethod
+    def classes(cls) -> dict[str, tuple[type[Block], ...]]:
+        """The classes of the blocks, by place."""
+        return {text: kind if isinstance(kind, tuple) else (kind,) for text, kind in cls.blocks.items()}
 
     @torch.compiler.disable
     def gathered(self, title: str, reshard: bool = True) -> Uncompiled:
@@ -166,13 +177,18 @@ class Root:
         with Uncompiled(self._state.forward()):
             return self.forward(*inputs)
 
-    def block(self, path: str) -> Block:
-        return self._blocks[path]
+    def block(self, path: str, kind: type[Block] | None = None) -> Block:
+        """The block of a place; `kind` says which, where it is called in several ways."""
+        found = self._blocks[path]
+        return found[kind] if kind else next(iter(found.values()))
 
-    def list(self, path: str, start: int = 0, stop: int | None = None, step: int = 1) -> list[Block]:
-        """The blocks of a list, in order; with numbers those of a slice."""
-        numbers = sorted(int(p.rpartition(".")[2]) for p in self._blocks if p.rpartition(".")[0] == path)
-        return [self._blocks[f"{path}.{n}"] for n in numbers if stop is None or n in range(start, stop, step)]
+    def list(
+        self, path: str, start: int = 0, stop: int | None = None, step: int = 1, kind: type[Block] | None = None
+    ) -> list[Block]:
+        """The blocks of a list, in order; with numbers those of a slice, with `kind` those that are called so."""
+        found = [place for place, kinds in self._blocks.items() if kind is None or kind in kinds]
+        numbers = sorted(int(place.rpartition(".")[2]) for place in found if place.rpartition(".")[0] == path)
+        return [self.block(f"{path}.{n}", kind) for n in numbers if stop is None or n in range(start, stop, step)]
 
     def buffer(self, name: str) -> Tensor:
         return self._state.buffers[name]
@@ -188,7 +204,7 @@ class Root:
     def compile(cls, copies: bool, **options: Any) -> None:
         """Put `torch.compile(…, **options)` around every pure function, once for all equal blocks. `copies` tells that
         activations are exchanged so."""
-        for owner in {cls, *cls.blocks.values()}:
+        for owner in {cls, *itertools.chain(*cls.classes().values())}:
             for name, function in list(vars(owner).items()):
                 if isinstance(function, staticmethod):
                     given = compile_options(options, hasattr(function.__func__, "halved"), copies)

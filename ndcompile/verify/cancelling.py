@@ -23,8 +23,11 @@ from ndcompile.verify.field_ops import CONSTANTS, MOVES
 from ndcompile.verify.places import norm
 from ndcompile.verify.sample import Sample
 
-PART = 2.0**-40
-"""By which part of itself a number is off, as a root mean square: far above float64's 2⁻⁵³, and far below 1."""
+PARTS = (2.0**-40, 2.0**-50)
+"""By which part of itself a number is off, as a root mean square: far above float64's 2⁻⁵³, and far below 1. The second
+is for a tensor of which one rounding becomes so much that the first moves it further than it is long: then how far it
+moves no longer says how far less would move it.
+"""
 
 RUNS = 4
 
@@ -79,21 +82,23 @@ class Shaken(Float64):
         return torch.where((x == x.round()) | ~x.isfinite(), x, x + off.to(x.dtype))
 
 
-def terms(run: Callable[[Domain], Mapping[str, Tensor]], domain: Domain) -> dict[str, float]:
+def terms(
+    run: Callable[[Domain], Mapping[str, Tensor]], domain: Domain, part: float = PARTS[0]
+) -> dict[str, float]:
     """The size of what cancels in each tensor that `run` gives in a domain, by name: a norm, as is the tensor's own."""
     still = Shaken(domain, 0.0, 0)
     right = run(still)
-    moved = [run(Shaken(domain, PART, seed, still.choices)) for seed in range(RUNS)]
+    moved = [run(Shaken(domain, part, seed, still.choices)) for seed in range(RUNS)]
     return {
-        name: (sum((norm(found[name] - x) / PART) ** 2 for found in moved) / RUNS) ** 0.5 for name, x in right.items()
+        name: (sum((norm(found[name] - x) / part) ** 2 for found in moved) / RUNS) ** 0.5 for name, x in right.items()
     }
 
 
-def terms_of(program: Program, sample: Sample, domain: Domain) -> dict[str, float]:
+def terms_of(program: Program, sample: Sample, domain: Domain, part: float) -> dict[str, float]:
     """Of all that one device computes in its steps, by the names that differences are told with."""
 
     def run(own: Domain) -> dict[str, Tensor]:
         steps = enumerate(on_one_device(program, sample, own))
         return {f"step {n}: {what}": x for n, step in steps for what, x in step.tensors().items()}
 
-    return terms(run, domain)
+    return terms(run, domain, part)

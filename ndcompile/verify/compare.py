@@ -73,12 +73,14 @@ class Comparison:
             self.differences.append(Difference(what, rank, distance))
 
 
-Terms = Callable[[], Mapping[str, float]]
-"""How large what cancels is in each tensor, by its name; measured when first asked for."""
+Terms = Callable[[float], Mapping[str, float]]
+"""How large what cancels is in each tensor, by its name, as a part of `cancelling.PARTS` shows it; measured when first
+asked for.
+"""
 
 
 def terms_of(program: Program, sample: Sample, domain: Domain) -> Terms:
-    return cache(lambda: cancelling.terms_of(program, sample, domain))
+    return cache(lambda part: cancelling.terms_of(program, sample, domain, part))
 
 
 def compare(
@@ -93,11 +95,19 @@ def compare(
             for name, mine, theirs, least in _pairs(program, step, steps[number], rank, domain):
                 what = f"step {number}: {name}"
                 distance, elements = _distance(mine, theirs, least, domain)
-                if bar < distance < math.inf and norm(mine - theirs) <= OF_TERMS * terms().get(what, 0.0):
-                    comparison.cancel(what, norm(mine - theirs) / terms()[what])
-                    distance = 0.0
+                if bar < distance < math.inf:
+                    off = norm(mine - theirs)
+                    size = next((size for size in _sizes(terms, what) if off <= OF_TERMS * size), None)
+                    if size is not None:
+                        comparison.cancel(what, off / size)
+                        distance = 0.0
                 comparison.add(what, rank, distance, elements, bar)
     return comparison
+
+
+def _sizes(terms: Terms, what: str) -> Iterator[float]:
+    """The size of what cancels in a tensor, as each part shows it."""
+    return (terms(part).get(what, 0.0) for part in cancelling.PARTS)
 
 
 def results_differ(program: Program, right: Sequence[Any], found: Sequence[Any], rank: int, domain: Domain) -> bool:

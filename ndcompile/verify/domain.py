@@ -145,8 +145,10 @@ class Float64(Domain):
         if a.shape != b.shape:
             return math.inf
         a, b = precise(a.detach()), precise(b.detach())
-        far = float((a - b).norm()) / max(float(b.norm()), least)
-        return far if far == far else math.inf
+        far, size = float((a - b).norm()), max(float(b.norm()), least)
+        if far == 0:
+            return 0.0
+        return far / size if far == far and size > 0 else math.inf
 
 
 class AsWritten(Float64):

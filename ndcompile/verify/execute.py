@@ -18,7 +18,7 @@ from ndcompile.mesh import MeshSpec
 from ndcompile.placement import Layout
 from ndcompile.program import Program
 from ndcompile.reference import walk
-from ndcompile.rules.registry import results
+from ndcompile.rules.registry import results, updates
 from ndcompile.runtime import Mesh, Root, private
 from ndcompile.runtime.manifest import ParameterPlan
 from ndcompile.runtime.transport import Transport
@@ -330,7 +330,10 @@ def round_trip(small: Small, sizes: Mapping[str, int]) -> tuple[int, str]:
     root = _one_rank(small.large_text, large, plans, parameters, buffers, small.without)
 
     def of_graph() -> Any:
-        return walk(graph, lambda node: tensors[node.meta["name"]])
+        found = walk(graph, lambda node: tensors[node.meta["name"]])
+        written = list(updates(graph))
+        for name, value in zip(written, found[len(found) - len(written) :], strict=True):
+            tensors[name].copy_(value)
 
     def of_text() -> Any:
         return root(*inputs, *([tensors["key"]] if large.manifest.random else []))

@@ -355,30 +355,55 @@ def _conj(d: Field, x: Tensor) -> Tensor:
     return torch.complex(real, d.mod(-imaginary))
 
 
+def _added_channels(weight: Tensor, dim: int, groups: int) -> int:
+    """How many channels along a dim of a kernel are added up at a time, so that the sum is exact."""
+    taps, added = math.prod(weight.shape[2:]), weight.shape[dim] if dim else weight.shape[0] // groups
+    if taps * added <= LONGEST:
+        return weight.shape[dim]
+    if groups > 1 or taps > LONGEST:
+        raise NotInDomain(f"a convolution of {taps * added} products an element, of {groups} groups")
+    return LONGEST // taps
+
+
+def _in_pieces(x: Tensor, weight: Tensor, dim: int, groups: int) -> list[tuple[Tensor, Tensor]]:
+    """A tensor of channels and the kernel that they are multiplied with, as many channels as are added up at a time."""
+    channels = _added_channels(weight, dim, groups)
+    if channels == weight.shape[dim]:
+        return [(x, weight)]
+    return list(zip(x.split(channels, 1), weight.split(channels, dim), strict=True))
+
+
+def _total(d: Field, parts: Sequence[Tensor]) -> Tensor:
+    return d.mod(torch.stack([d.mod(part) for part in parts]).sum(0))
+
+
 def _convolution(d: Field, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
-    assert math.prod(weight.shape[1:]) <= LONGEST, "a convolution is exact up to 8192 products an element"
-    y = d.mod(torch.ops.aten.convolution(x, weight, None, *args))
+    transposed, groups = args[3], args[5]
+    pieces = _in_pieces(x, weight, 0 if transposed else 1, groups)
+    y = _total(d, [torch.ops.aten.convolution(part, kernel, None, *args) for part, kernel in pieces])
     return y if bias is None else _add(d, y, bias.view(-1, *[1] * (x.dim() - 2)))
 
 
 def _convolution_backward(
     d: Field, gradient: Tensor, x: Tensor, weight: Tensor, bias: Any, *args: Any
 ) -> tuple[Tensor | None, ...]:
-    """A few samples at a time, so that no sum of products is longer than what is exact."""
-    positions = math.prod(gradient.shape[2:])
-    longest = max(positions, math.prod(weight.shape) // weight.shape[1])
-    assert longest <= LONGEST, f"a convolution of {longest} products an element: exact up to {LONGEST}"
-    samples = LONGEST // positions
-    parts = [
-        torch.ops.aten.convolution_backward(g, part, weight, bias, *args)
-        for g, part in zip(gradient.split(samples), x.split(samples), strict=True)
+    """Some samples and some channels at a time, so that no sum of products is longer than what is exact."""
+    transposed, groups = args[3], args[5]
+    places = math.prod((x if transposed else gradient).shape[2:])
+    if places > LONGEST:
+        raise NotInDomain(f"a convolution at {places} places of a sample")
+    dim = 1 if transposed else 0
+    found = []
+    for g, kernel in _in_pieces(gradient, weight, dim, groups):
+        own = None if bias is None else [g.shape[1]]
+        samples = zip(g.split(LONGEST // places), x.split(LONGEST // places), strict=True)
+        found.append([torch.ops.aten.convolution_backward(s, part, kernel, own, *args) for s, part in samples])
+    whole: list[Callable[[int], Tensor]] = [
+        lambda i: _total(d, [torch.cat([d.mod(part[i]) for part in parts]) for parts in found]),
+        lambda i: torch.cat([_total(d, [part[i] for part in parts]) for parts in found], dim),
+        lambda i: torch.cat([_total(d, [part[i] for part in parts]) for parts in found]),
     ]
-    of_x, of_weight, of_bias = zip(*parts, strict=True)
-    return (
-        None if of_x[0] is None else d.mod(torch.cat(of_x)),
-        None if of_weight[0] is None else d.mod(torch.stack([d.mod(g) for g in of_weight]).sum(0)),
-        None if of_bias[0] is None else d.mod(torch.stack([d.mod(g) for g in of_bias]).sum(0)),
-    )
+    return tuple(None if found[0][0][i] is None else make(i) for i, make in enumerate(whole))
 
 
 def _nll_loss(d: Field, x: Tensor, target: Tensor, weight: Any, reduction: int, ignore: int) -> tuple[Tensor, Tensor]:

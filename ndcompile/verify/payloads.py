@@ -223,10 +223,11 @@ def _buckets(program: Program, mesh: Mesh, drawn: Drawn, transport: str) -> Iter
     root = execute(str(program), program.manifest, mesh, held, {}, transport=transport_of(transport, mesh))
     for title, weights in root.weights.items():
         yield _bucket_differs(program, title, root.gathered(title), _named(weights, ""), held, whole, mesh, drawn)
-    for text, kind in root.blocks.items():
+    for text, kinds in root.classes().items():
         path = text.replace("[", ".").partition(":")[0].rstrip("]")
-        weights = _named(kind.weights, path)
-        yield _bucket_differs(program, path, root.block(path).gathered(), weights, held, whole, mesh, drawn)
+        for kind in kinds:
+            gathered, weights = root.block(path, kind).gathered(), _named(kind.weights, path)
+            yield _bucket_differs(program, path, gathered, weights, held, whole, mesh, drawn)
 
 
 def _dtype(text: str) -> torch.dtype:

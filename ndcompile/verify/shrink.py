@@ -125,7 +125,8 @@ def _equalities(facts: SizeFacts) -> Iterator[_Rule]:
             return bool(one(table) == two(table))
 
         yield _Rule(names, holds)
-        yield from (_Rule(names, holds, a, b) for a, b in ((left, two), (right, one)) if a.isidentifier())
+        sides = (left, right, two), (right, left, one)
+        yield from (_Rule(names, holds, a, b) for a, c, b in sides if a.isidentifier() and a not in _words(c))
 
 
 def _cuts(program: Program, facts: SizeFacts, mesh: MeshSpec) -> Iterator[_Rule]:

@@ -99,6 +99,15 @@ class Again(Stack):
         return x
 
 
+class Cycles(Stack):
+    """The stack refines what it gave: without gradients first, then with them, and one layer takes another shape."""
+
+    def run(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = super().run(x)
+        return super().run(x + y) + self.layers[0](x.unsqueeze(1)).squeeze(1)
+
+
 class Skips(Stack):
     """A later block takes what an early one gave: no round is like the one before."""
 
@@ -187,6 +196,7 @@ DEEP: dict[str, Callable[[], nn.Module]] = {
     "two streams": lambda: TwoStreams(layers(4, Mixer)),
     "alternating": Alternating,
     "called again": lambda: Again(layers(1)),
+    "cycles": lambda: Cycles(layers(3)),
     "skips": lambda: Skips(layers(6)),
     "abreast": lambda: Abreast(layers(4, Inner)),
     "collected": lambda: Collected(layers(4)),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import ndcompile as nd
-from ndcompile.verify.cancelling import PART, Shaken, terms
+from ndcompile.verify.cancelling import PARTS, Shaken, terms
 from ndcompile.verify.domain import Domain, Float64
 from ndcompile.verify.lockstep import run_one
 from ndcompile.verify.report import Claim, Report
@@ -61,9 +61,28 @@ def test_terms_are_the_root_of_the_sum_of_squares() -> None:
 
         return run_one(domain, alone)
 
-    found, p = terms(run, Float64(0)), float((x * y).norm())
-    assert found["p"] == pytest.approx(p, rel=0.1)
-    assert found["left"] == pytest.approx(p * (1 + 4**2 + 1) ** 0.5, rel=0.1)
+    p = float((x * y).norm())
+    for part in PARTS:
+        found = terms(run, Float64(0), part)
+        assert found["p"] == pytest.approx(p, rel=0.1)
+        assert found["left"] == pytest.approx(p * (1 + 4**2 + 1) ** 0.5, rel=0.1)
+
+
+def test_what_moves_further_than_it_is_long_is_moved_by_less() -> None:
+    """A map that doubles what it is off by, 44 times: 2⁻⁴⁰ moves a number anywhere in its range, 2⁻⁵⁰ does not."""
+    x = 0.1 + 0.8 * torch.rand(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def run(domain: Domain) -> dict[str, Tensor]:
+        def alone() -> dict[str, Tensor]:
+            y = x
+            for _ in range(44):
+                y = 4 * y * (1 - y)
+            return {"y": y}
+
+        return run_one(domain, alone)
+
+    coarse, fine = (terms(run, Float64(0), part)["y"] for part in PARTS)
+    assert coarse < float(x.norm()) / PARTS[0] < 2.0**44 < fine / float(x.norm())
 
 
 def test_shaken_runs_choose_as_the_one_that_is_not_shaken() -> None:
@@ -94,13 +113,13 @@ def test_what_cancels_inside_of_an_op_counts() -> None:
 
 def test_whole_numbers_are_exact() -> None:
     x = torch.tensor([0.0, 2.0, -5.0, 0.5, torch.inf], dtype=torch.float64)
-    found = run_one(Shaken(Float64(0), PART, 0), lambda: x * 1)
+    found = run_one(Shaken(Float64(0), PARTS[0], 0), lambda: x * 1)
     assert found.tolist()[:3] == [0, 2, -5] and found[4] == torch.inf
-    assert 0 < abs(float(found[3]) - 0.5) < 10 * PART
+    assert 0 < abs(float(found[3]) - 0.5) < 10 * PARTS[0]
 
 
 def test_a_change_in_place_stays_one() -> None:
     x = torch.full((3,), 1 / 3, dtype=torch.float64)
     held, before = x.clone(), x.clone()
-    assert run_one(Shaken(Float64(0), PART, 0), lambda: held.add_(x)) is held
-    assert torch.equal(x, before) and 0 < float((held - 2 * x).norm()) < 1e3 * PART
+    assert run_one(Shaken(Float64(0), PARTS[0], 0), lambda: held.add_(x)) is held
+    assert torch.equal(x, before) and 0 < float((held - 2 * x).norm()) < 1e3 * PARTS[0]

@@ -147,3 +147,28 @@ def test_a_text_that_does_other_ops_is_noticed(right: str, wrong: str, told: str
     small.large_text = small.large_text.replace(right, wrong)
     _, differs = round_trip(small, {"b": 4, "s": 6})
     assert (told in differs and differs) if told else not differs
+
+
+class Separable(nn.Module):
+    """A convolution within each channel, whose groups are a number in the text, and a norm that remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 40, 3, stride=2, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(40)
+        self.within, self.across = nn.Conv2d(40, 40, 3, padding=1, groups=40), nn.Conv2d(40, 48, 1)
+        self.head = nn.Linear(48 * 16, 3000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(self.across(self.within(self.norm(self.first(x)))).relu().flatten(1))
+        return y
+
+
+def test_convolutions_in_groups_and_what_a_forward_writes_at_small_sizes() -> None:
+    program = nd.compile(Separable(), "dp_shard=2", torch.zeros(4, 3, 8, 8))
+    report = nd.verify(program, seeds=1, microbatches=1)
+    assert report.equal, report
+    assert [claim.kind for claim in report.claims][1] == "same ops" and "n40 = 40" in report.sizes[0]
+    assert "n3000 = 3000" not in report.sizes[0]
+    forgets = program.source.replace("1e-05)", "1e-05).detach()", 1)
+    assert forgets != program.source and not nd.verify(program, seeds=1, microbatches=1, source=forgets).equal
