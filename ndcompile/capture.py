@@ -27,6 +27,7 @@ from ndcompile.literals import write_literals
 from ndcompile.precision import Precision
 from ndcompile.regions import inline_regions
 from ndcompile.remat import Kept, Remat, Reshard, read_kept
+from ndcompile.synonyms import replace_synonyms
 from ndcompile.twin import (
     WhereInputsAre,
     around_forward,
@@ -174,6 +175,7 @@ def _traced(model: nn.Module, options: _Options, given: _Given, way: _Way) -> _T
     names = label_placeholders(exported, tensors, first, list(given.named), constants)
     write_literals(graph)
     inline_regions(graph, options.autocast)
+    replace_synonyms(graph)
     spell_out(graph)
     plain = all(node.meta["autocast"] is None for node in graph.graph.nodes)  # casts may differ between rounds
     mark_views(graph)

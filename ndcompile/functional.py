@@ -305,11 +305,18 @@ def _counterpart(node: fx.Node) -> Any:
     target: Any = node.target
     name = str(target.overloadpacket).split(".")[-1]
     name = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
-    found = getattr(getattr(aten, name, None), target._overloadname, None)
+    found = _taking_the_same(getattr(aten, name, None), target)
     resized = torch.Tag.inplace_view in target.tags
     if found is None or resized or found._schema.is_mutable or not str(target).startswith("aten."):
         raise _error(f"{target} has no counterpart that returns a new tensor", node, SHARED, "y = f(x)")
     return found
+
+
+def _taking_the_same(packet: Any, target: Any) -> Any:
+    """The overload that takes what an op takes, which may be called otherwise: `pow.Tensor_Scalar` of `pow_.Scalar`."""
+    wanted = [str(argument.type) for argument in target._schema.arguments]
+    overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+    return next((o for o in overloads if [str(a.type) for a in o._schema.arguments] == wanted), None)
 
 
 def _copied(build: Builder, before: fx.Node, source: fx.Node, non_blocking: bool = False) -> fx.Node:

@@ -78,6 +78,7 @@ RULES: dict[str, Rule] = {
     "aten.prod.dim_int": reduction(linear=False),
     "aten.logsumexp.default": reduction(linear=False),
     "aten.linalg_vector_norm.default": reduction(linear=False),
+    "aten.norm.ScalarOpt_dim": reduction(linear=False),
     "aten.any.default": reduction(linear=False),
     "aten.all.default": reduction(linear=False),
 }

@@ -44,6 +44,7 @@ RULES: dict[str, Rule] = {
         "rsqrt.default reciprocal.default sin.default cos.default abs.default erf.default softplus.default "
         "leaky_relu.default elu.default hardtanh.default mish.default hardswish.default relu6.default sign.default "
         "pow.Tensor_Scalar pow.Scalar square.default clamp.default clamp_min.default clamp_max.default "
+        "acos.default asin.default acosh.default asinh.default atanh.default erfc.default "
         "logical_not.default bitwise_not.default isnan.default isinf.default "
         "eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar log1p.default expm1.default floor.default "
         "ceil.default round.default trunc.default log2.default exp2.default tan.default atan.default sinh.default "
@@ -56,7 +57,7 @@ RULES: dict[str, Rule] = {
         "bitwise_and.Tensor bitwise_or.Tensor __and__.Tensor __or__.Tensor maximum.default minimum.default "
         "pow.Tensor_Tensor floor_divide.default remainder.Scalar remainder.Tensor masked_fill.Scalar "
         "max.other min.other polar.default clamp_min.Tensor clamp_max.Tensor atan2.default fmod.Scalar fmod.Tensor "
-        "bitwise_xor.Tensor logical_xor.default div.Tensor_mode div.Scalar_mode",
+        "bitwise_xor.Tensor logical_xor.default div.Tensor_mode div.Scalar_mode xlogy.Tensor",
     ),
     "aten.to.other": cast_like,
     "aten.type_as.default": cast_like,

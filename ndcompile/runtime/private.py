@@ -228,6 +228,18 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
     return get_decompositions([op]).get(op)
 
 
+def is_composed(op: Any) -> bool:
+    """Whether an op is a function of others by its definition; then `op.decompose` calls them."""
+    return bool(op._can_decompose())
+
+
+def traced(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:
+    """What a function calls, op by op, for tensors without memory."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(function)(*values)
+
+
 def is_recording() -> bool:
     """Whether the current stream's ops are recorded for a CUDA graph, and not done."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -440,7 +440,7 @@ def _mse_backward(d: Field, gradient: Tensor, a: Tensor, b: Tensor, reduction: i
 FUNCTIONS = (
     "gelu silu relu exp expm1 exp2 log log1p log2 sqrt rsqrt tanh sigmoid sin cos erf abs sgn sign floor ceil round "
     "softplus leaky_relu elu hardtanh mish hardswish hardsigmoid log_sigmoid clamp clamp_min clamp_max relu6 "
-    "atan sinh cosh"
+    "atan sinh cosh acos asin acosh asinh atanh erfc"
 ).split()
 SLOPES = "gelu silu threshold softplus leaky_relu hardtanh hardswish hardsigmoid mish".split()
 
@@ -452,6 +452,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "true_divide": _div, "neg": lambda d, x: d.mod(-x), "square": lambda d, x: _mul(d, x, x),
     "reciprocal": lambda d, x: d.inverse(x),
     "sum": _sum, "mean": _mean, "var": _var, "var_mean": _variance, "cumsum": _cumsum, "linalg_vector_norm": _norm,
+    "norm": _norm, "xlogy": lambda d, x, y: _mul(d, x, d.function("log", y)),
     "std": lambda d, *a, **k: d.function("sqrt", _var(d, *a, **k)),
     "mm": _matmul, "bmm": _matmul, "mv": _matmul, "dot": _matmul, "matmul": _matmul,
     "addmm": _addmm, "baddbmm": _addmm, "addmv": _addmm,

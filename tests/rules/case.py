@@ -52,6 +52,14 @@ def positive(*sizes: Number, grad: bool = True) -> Spec:
     return Spec(sizes, lambda shape: torch.rand(shape, dtype=torch.float64) + 0.5, grad)
 
 
+def below_one(*sizes: Number) -> Spec:
+    return Spec(sizes, lambda shape: 1.8 * torch.rand(shape, dtype=torch.float64) - 0.9)
+
+
+def above_one(*sizes: Number) -> Spec:
+    return Spec(sizes, lambda shape: torch.rand(shape, dtype=torch.float64) + 1.1)
+
+
 def complexes(*sizes: Number) -> Spec:
     return Spec(sizes, lambda shape: torch.randn(shape, dtype=torch.complex128))
 

@@ -121,6 +121,6 @@ CALLS: Calls = {
     **calls("var.dim std.dim", variance_of_dims),
     **calls("std.correction", deviation),
     **calls("prod.dim_int", over_one_dim),
-    **calls("linalg_vector_norm.default", norm),
+    **calls("linalg_vector_norm.default norm.ScalarOpt_dim", norm),
     **calls("any.default all.default", of_flags),
 }

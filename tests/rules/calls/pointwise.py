@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from tests.rules.case import Case, Spec, bools, case, f, ints, positive
+from tests.rules.case import Case, Spec, above_one, below_one, bools, case, f, ints, positive
 from tests.rules.draw import Calls, Draw, calls, chance, pair, sizes, smaller
 
 Maker = Callable[..., Spec]
@@ -104,12 +104,14 @@ CALLS: Calls = {
         default(
             "neg relu gelu silu tanh sigmoid exp sin cos abs erf softplus leaky_relu elu hardtanh mish hardswish relu6 "
             "sign square expm1 floor isnan isinf ceil round trunc exp2 tan atan sinh cosh log_sigmoid selu celu "
-            "hardsigmoid nan_to_num"
+            "hardsigmoid nan_to_num asinh erfc"
         ),
         unary,
         f,
     ),
     **calls(default("log sqrt rsqrt reciprocal log1p log2"), unary, positive),
+    **calls(default("acos asin atanh"), unary, below_one),
+    **calls("acosh.default", unary, above_one),
     **calls(default("logical_not bitwise_not"), unary, bools),
     **calls(" ".join(f"{name}.Scalar" for name in COMPARISONS), with_number, few, 2),
     **calls(" ".join(f"{name}.Tensor" for name in COMPARISONS), binary, few, few),
@@ -132,7 +134,7 @@ CALLS: Calls = {
     ),
     **calls("maximum.default minimum.default max.other min.other", binary, f, f),
     **calls("clamp_min.Tensor clamp_max.Tensor polar.default", binary, f, f),
-    **calls("atan2.default", binary, f, positive),
+    **calls("atan2.default xlogy.Tensor", binary, f, positive),
     **calls("floor_divide.default remainder.Tensor fmod.Tensor", binary, few, divisors),
     **calls("div.Tensor_mode", rounded, divisors),
     **calls("div.Scalar_mode", rounded, None),
