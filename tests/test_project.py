@@ -42,7 +42,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "borders": {"blocks", "objects", "withheld", "checkpoints"},
     "fold": {"blocks", "borders"},
     "labels": {"autocast", "counts"},
-    "capture": {"autocast", "inputs", "twin", "regions", "functional", "labels", "literals", "counts", "precision"}
+    "capture": {
+        "autocast",
+        "inputs",
+        "twin",
+        "regions",
+        "synonyms",
+        "functional",
+        "labels",
+        "literals",
+        "counts",
+        "precision",
+    }
     | {"blocks", "withheld", "borders", "fold", "remat"},
     "dtypes": {"rules"},
     "checks": {"placement", "mesh", "duties", "deduction"},

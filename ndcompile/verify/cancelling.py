@@ -82,9 +82,7 @@ class Shaken(Float64):
         return torch.where((x == x.round()) | ~x.isfinite(), x, x + off.to(x.dtype))
 
 
-def terms(
-    run: Callable[[Domain], Mapping[str, Tensor]], domain: Domain, part: float = PARTS[0]
-) -> dict[str, float]:
+def terms(run: Callable[[Domain], Mapping[str, Tensor]], domain: Domain, part: float = PARTS[0]) -> dict[str, float]:
     """The size of what cancels in each tensor that `run` gives in a domain, by name: a norm, as is the tensor's own."""
     still = Shaken(domain, 0.0, 0)
     right = run(still)
