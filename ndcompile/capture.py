@@ -17,12 +17,13 @@ from torch.utils import _pytree as pytree
 from ndcompile.autocast import Autocast
 from ndcompile.blocks import blocks_of, first_names, tensors_of
 from ndcompile.borders import Borders, spell_out
+from ndcompile.conditions import conditions
 from ndcompile.counts import count_places
 from ndcompile.errors import CompileError
 from ndcompile.fold import NotFollowed, fold
 from ndcompile.functional import make_functional, mark_views
 from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
-from ndcompile.labels import label_nodes, label_placeholders, refuse_values, set_dtypes, widen_casts
+from ndcompile.labels import label_nodes, label_placeholders, refuse_values, roles_of, set_dtypes, widen_casts
 from ndcompile.literals import write_literals
 from ndcompile.precision import Precision
 from ndcompile.regions import inline_regions
@@ -53,6 +54,8 @@ class Captured:
     training: bool
     kept: Kept
     """What the user, or else the model, asks to be recomputed in backward."""
+    conditions: list[str]
+    """What the sizes of a call must be like, for the model to take the way that was traced."""
 
 
 AS_WRITTEN = Precision()
@@ -95,11 +98,12 @@ def capture(
         widen_casts(graph)
     set_dtypes(graph, traced)
     label_nodes(graph, symbols)
+    asked = conditions(graph, roles_of(graph, symbols))
     make_functional(graph)
     spec = exported.call_spec.out_spec
     assert spec is not None, "export returns the structure of its outputs"
     plain = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
-    return Captured(graph, names, plain, spec, model.training, kept)
+    return Captured(graph, names, plain, spec, model.training, kept, asked)
 
 
 @dataclass(frozen=True)

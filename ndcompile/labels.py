@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from ndcompile.autocast import casts
 from ndcompile.counts import COUNTS
 from ndcompile.errors import CompileError
+from ndcompile.rounded import rounded
 
 BATCH, SEQUENCE = sympy.Symbol("b", positive=True, integer=True), sympy.Symbol("s", positive=True, integer=True)
 
@@ -125,7 +126,7 @@ def _plain_value(node: fx.Node, traced: Mapping[str, Any]) -> Any:
     return torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device="meta")
 
 
-def _roles(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) -> dict[sympy.Symbol, sympy.Expr]:
+def roles_of(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) -> dict[sympy.Symbol, sympy.Expr]:
     """The tracer's symbols to `b`, `s`, or a name of the user's; to a number where the model fixed one of that name."""
     found: dict[sympy.Symbol, sympy.Expr] = {}
     fixed: dict[sympy.Expr, sympy.Expr] = {}
@@ -163,7 +164,7 @@ def _expression(size: int | torch.SymInt | torch.SymFloat) -> Any:
 
 def label_nodes(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) -> None:
     """Set every node's `sizes` (of a number its `size`) in the user's symbols, its `module` and its `source`."""
-    roles = _roles(graph, symbols)
+    roles = roles_of(graph, symbols)
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
@@ -202,7 +203,9 @@ def refuse_values(graph: fx.GraphModule) -> None:
 
 def _named(size: int | torch.SymInt | torch.SymFloat, roles: Mapping[sympy.Symbol, sympy.Expr]) -> int | sympy.Expr:
     expression = _expression(size)
-    return expression if isinstance(expression, int) else _plain(sympy.sympify(expression).xreplace(dict(roles)))
+    if isinstance(expression, int):
+        return expression
+    return _plain(rounded(sympy.sympify(expression).xreplace(dict(roles))))
 
 
 def _plain(expression: sympy.Expr) -> int | sympy.Expr:

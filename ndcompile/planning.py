@@ -67,6 +67,7 @@ def manifest(
         assumed={name: digest(job.buffers[name]) for n in job.graph.graph.nodes for name in n.meta.get("assumes", ())},
         output_text=_spec_text(captured.output_spec),
         multiples=multiples(job.graph, job.mesh),
+        conditions=captured.conditions,
         compute=None if job.precision.compute is None else str(job.precision.compute),
         reduce=None if job.precision.reduce is None else str(job.precision.reduce),
         autocast_text=None if autocast is None else str(autocast.dtype),

@@ -544,6 +544,32 @@ def odd_batch(rank: int) -> None:
     parallel(**tokens(3))
 
 
+class LongWay(nn.Module):
+    """Scales what is longer than 16, or of more than 6 samples, in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.mlp(x)
+        return y if x.shape[1] <= 16 and x.shape[0] <= 6 else y * 3
+
+
+LONG_WAY = {"x": {0: "b", 1: "s"}}
+
+
+def another_way(rank: int) -> None:
+    parallel = nd.parallelize(seeded(LongWay), "dp_shard=2", torch.ones(4, 10, 12), dynamic_dims=LONG_WAY)
+    parallel(torch.ones(3, 16, 12) + rank)
+    parallel(torch.ones(2, 17, 12))
+
+
+def another_way_for_a_larger_batch(rank: int) -> None:
+    parallel = nd.parallelize(seeded(LongWay), "dp_shard=2", torch.ones(4, 10, 12), dynamic_dims=LONG_WAY)
+    parallel(torch.ones(4, 10, 12) + rank)
+
+
 def missing_file(rank: int) -> None:
     nd.load("nowhere.py")
 
@@ -561,6 +587,16 @@ ON_RANKS: dict[Callable[[int], None], str | list[str]] = {
         "mesh 'dp_shard=2, tp=2' has 4 ranks, but the world has 2",
         "  why  every rank must have one place on the mesh",
         "  try  sizes whose product is 2; one of them may be -1 (the rest)",
+    ),
+    another_way: lines(
+        "for inputs of this size the model's forward takes another way: s = 17",
+        "  why  it asked whether s <= 16, and was traced where that holds",
+        "  try  example_inputs of this size, for a program of its own",
+    ),
+    another_way_for_a_larger_batch: lines(
+        "for inputs of this size the model's forward takes another way: b = 8",
+        "  why  it asked whether b <= 6, and was traced where that holds",
+        "  try  example_inputs of this size, for a program of its own",
     ),
     odd_batch: lines(
         "input 'ids' has 3 samples on a rank, which are not two halves",

@@ -41,7 +41,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "remat": {"runtime"},
     "borders": {"blocks", "objects", "withheld", "checkpoints"},
     "fold": {"blocks", "borders"},
-    "labels": {"autocast", "counts"},
+    "rounded": {"runtime"},
+    "conditions": {"codegen", "rounded", "runtime"},
+    "labels": {"autocast", "counts", "rounded"},
     "capture": {
         "autocast",
         "inputs",
@@ -54,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "counts",
         "precision",
     }
-    | {"blocks", "withheld", "borders", "fold", "remat"},
+    | {"blocks", "withheld", "borders", "fold", "remat", "conditions"},
     "dtypes": {"rules"},
     "checks": {"placement", "mesh", "duties", "deduction"},
     "deduction": {"placement", "mesh", "size"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -45,13 +46,18 @@ class InputPlan:
     dims: tuple[int | str, ...]
 
 
+NUMBERS = {"max": max, "min": min, "float": float, "int": int}
+"""What conditions call."""
+
+
 @dataclass
 class Manifest:
     """Everything about a program but its text.
 
     `outputs` gives for each result the axes (not data axes) that shard it, with the dim and its whole size (0: equal
     parts); `updates` the buffers that a forward writes; `assumed` those whose values the program rests on, with their
-    digests; `multiples` the number of ranks that a symbol must divide by.
+    digests; `multiples` the number of ranks that a symbol must divide by; `conditions` what the model asked of global
+    sizes when it was traced, and found to be so.
 
     With `pads`, the number that an input is lengthened with, a sequence need not divide: `limits` says how long it may
     become, by which table, and `ends` which dims of each result are cut back: the dim, its symbol, what is added.
@@ -82,6 +88,7 @@ class Manifest:
     limits: dict[str, list[Any]] = field(default_factory=dict)
     ends: list[list[list[Any]]] = field(default_factory=list)
     updates: list[str] = field(default_factory=list)
+    conditions: list[str] = field(default_factory=list)
     assumed: dict[str, str] = field(default_factory=dict)
     _spec: Any = field(default=None, repr=False)
 
@@ -177,6 +184,21 @@ class Manifest:
                             f"  try  size {size // ranks * ranks or ranks} or {(size // ranks + 1) * ranks}\n"
                             f"  try  nd.parallelize(…, pad_inputs=True), for sequences"
                         )
+
+    def check_ways(self, sizes: Mapping[str, int]) -> None:
+        """Raise ValueError where the model would take another way than the one that was traced; by symbol the global
+        sizes of a call, with pads.
+        """
+        for condition in self.conditions:
+            if not eval(condition, {"__builtins__": {}} | NUMBERS, dict(sizes)):
+                named = ", ".join(
+                    f"{name} = {size}" for name, size in sizes.items() if re.search(rf"\b{name}\b", condition)
+                )
+                raise ValueError(
+                    f"for inputs of this size the model's forward takes another way: {named}\n"
+                    f"  why  it asked whether {condition}, and was traced where that holds\n"
+                    f"  try  example_inputs of this size, for a program of its own"
+                )
 
     def lengths(self, tensors: Sequence[Tensor]) -> dict[str, int]:
         """The length of each sequence of a call, by its symbol."""

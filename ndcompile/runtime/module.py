@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ class ParallelModule(nn.Module):
         self._parts: list[nn.Module] = []
         self._as_held: list[object] = []
         self._checked = False
+        self._data_ranks = math.prod(axis.size for axis in mesh.spec.axes if axis.kind.startswith("dp_"))
 
     def __init_subclass__(cls) -> None:
         cls.forward = torch.compiler.disable(cls.forward, recursive=False)  # type: ignore[method-assign]
@@ -149,11 +151,19 @@ class ParallelModule(nn.Module):
         tensors = manifest.tensors(args, kwargs)
         _check_autocast(tensors[0].device.type, manifest.autocast)
         manifest.check(tensors)
-        grown(manifest, tensors)
+        manifest.check_ways(self._sizes(manifest, tensors))
         for plan, tensor in zip(manifest.input_plans, tensors, strict=True):
             if private.is_distributed(tensor):
                 _check_placements(plan, tensor)
         return tensors
+
+    def _sizes(self, manifest: Manifest, tensors: Sequence[Tensor]) -> dict[str, int]:
+        """The global sizes of a call by their symbols, with pads."""
+        sizes = manifest.lengths(tensors) | {symbol: to for symbol, (_, to) in grown(manifest, tensors).items()}
+        for plan, x in zip(manifest.input_plans, tensors, strict=True):
+            if "b" in plan.dims:
+                sizes["b"] = x.shape[plan.dims.index("b")] * (1 if private.is_distributed(x) else self._data_ranks)
+        return sizes
 
     def hold(self) -> None:
         """Take the present parameters and buffers for those that the program is bound to."""

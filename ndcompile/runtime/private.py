@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -219,6 +220,24 @@ def let_go(device_mesh: DeviceMesh) -> None:
 def group_name(group: dist.ProcessGroup) -> str:
     """The name by which functional collectives find a group."""
     return group.group_name
+
+
+def functions_of_sizes() -> Any:
+    """The tracer's own functions in sizes, such as `FloorDiv` and `Mod`. They bring sympy, which not all need."""
+    from torch.utils._sympy import functions
+
+    return functions
+
+
+def asked_of_sizes(size: torch.SymInt) -> Iterator[tuple[Any, bool]]:
+    """What a trace asked of its sizes, as expressions that are true of it, and whether torch's own code asked."""
+    known = size.node.shape_env
+    for guard in known.guards:
+        place = guard.sloc.framework_loc
+        yield (
+            known.replace(guard.expr),
+            place is not None and place.filename.startswith(str(Path(torch.__file__).parent)),
+        )
 
 
 def decomposition(op: Any) -> Callable[..., Any] | None:
