@@ -18,8 +18,8 @@ def rounded(size: sympy.Expr) -> sympy.Expr:
     """`s + -s % 64` as `64 * ((s + 63) // 64)`, and `s - s % 64` as `64 * (s // 64)`, wherever they stand in a size.
 
     >>> s = sympy.Symbol("s", positive=True, integer=True)
-    >>> padded = s + sympy.Mod(8 - sympy.Mod(s, 8), 8)
-    >>> rounded(padded), rounded(s - sympy.Mod(s, 8) + 8)
+    >>> padded = s + TRACED.Mod(8 - TRACED.Mod(s, 8), 8)
+    >>> rounded(padded), rounded(s - TRACED.Mod(s, 8) + 8)
     (8*(((s + 7)//8)), 8*((s//8)) + 8)
     """
     return _bounded(size.replace(sympy.Add, _in_chunks) if size.has(*RESTS) else size)
