@@ -107,12 +107,20 @@ Row = dict[str, Any]
 def small(config_class: Any) -> Any:
     """A configuration of small sizes, with two layers of different types where it has such."""
     plain = config_class()
-    given = {name: size for name, size in SMALL.items() if name in plain.to_dict() or hasattr(plain, name)}
-    if types := getattr(plain, "layer_types", None):
+    given = {name: size for name, size in SMALL.items() if _can_be(config_class, name, getattr(plain, name, ...))}
+    given |= {name: float(size) for name, size in given.items() if isinstance(getattr(plain, name), float)}
+    types = getattr(plain, "layer_types", None)
+    if types and not isinstance(getattr(config_class, "layer_types", None), property):
         given["layer_types"] = (list(dict.fromkeys(types))[:2] * 2)[:2]
     config = config_class(**given)
     config.decoder_start_token_id = 1
     return config
+
+
+def _can_be(config_class: Any, name: str, now: Any) -> bool:
+    """Whether a configuration has one number of that name, or none yet, and lets it be another."""
+    settable = not isinstance(getattr(config_class, name, None), property)
+    return settable and (now is None or isinstance(now, (int, float)))
 
 
 class NotSmall(Exception):
@@ -215,14 +223,20 @@ compared on real ranks, on many meshes.
 def page(rows: list[Row]) -> str:
     tried = [row for row in rows if row["mesh"]]
     versions = "; ".join(dict.fromkeys(row["on"] for row in rows))
-    lines = [HEAD, f"Of {versions}:", "", "| for | architectures | left out | on | equal | refused | wrong |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    lines = [
+        HEAD,
+        f"Of {versions}:",
+        "",
+        "| for | architectures | left out | on | equal | refused | too long | wrong |",
+    ]
+    lines += ["|---|---|---|---|---|---|---|---|"]
     for kind in KINDS:
         names = {row["name"] for row in tried if row["kind"] == kind}
         out = {row["name"] for row in rows if row["kind"] == kind} - names
         for mesh in MESHES:
             found = Counter(row["found"] for row in tried if (row["kind"], row["mesh"]) == (kind, mesh))
-            if counts := [found["equal"], found["refused"], found.total() - found["equal"] - found["refused"]]:
+            counts = [*(found[what] for what in ("equal", "refused", "too long")), found["different"] + found["failed"]]
+            if any(counts):
                 lines.append(f"| {' | '.join(map(str, [kind, len(names), len(out), f'`{mesh}`', *counts]))} |")
     unsaid = sorted({row["name"] for row in tried if row.get("unsaid")})
     if unsaid:
