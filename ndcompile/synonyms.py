@@ -18,7 +18,7 @@ SYNONYMS = frozenset(
     "swapdims special_erf special_erfc special_exp2 special_expit special_expm1 special_log1p special_logsumexp "
     "special_xlogy float_power reshape_as view_as ravel tile take_along_dim atleast_1d atleast_2d "
     "atleast_3d where isfinite isclose hstack vstack dstack column_stack hsplit vsplit dsplit tensor_split fliplr "
-    "flipud meshgrid outer ger inner kron tensordot linalg_vecdot linalg_matmul frobenius_norm cosine_similarity "
+    "flipud meshgrid outer ger inner kron tensordot linalg_vecdot frobenius_norm cosine_similarity "
     "pairwise_distance std var cosine_embedding_loss hinge_embedding_loss margin_ranking_loss triplet_margin_loss "
     "poisson_nll_loss kl_div trapezoid trapz".split()
 )
@@ -43,11 +43,12 @@ def is_synonym(target: Any) -> bool:
 def _replace(graph: fx.GraphModule, node: fx.Node) -> None:
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     given = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+    op: Any = node.target
 
     def composed(*values: Any) -> Any:
         taken = iter(values)
         args, kwargs = pytree.tree_unflatten([next(taken) if isinstance(x, fx.Node) else x for x in leaves], spec)
-        return node.target.decompose(*args, **kwargs)  # type: ignore[union-attr]
+        return op.decompose(*args, **kwargs)
 
     parts = private.traced(composed, [n.meta["val"] for n in given])
     copied: dict[fx.Node, fx.Node] = dict(zip(parts.graph.find_nodes(op="placeholder"), given, strict=True))

@@ -20,8 +20,8 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 def lower_losses(graph: fx.GraphModule) -> fx.GraphModule:
-    """`cross_entropy` becomes one loss a token, their sum, and the count of tokens that count; `mse_loss` and means
-    over a symbolic dim become a sum divided by the number of elements of all ranks together.
+    """`cross_entropy` and `nll_loss` become one loss a token, their sum, and the count of tokens that count; `mse_loss`
+    and means over a symbolic dim become a sum divided by the number of elements of all ranks together.
     """
     for node in list(graph.graph.nodes):
         lower = LOWERINGS.get(node.target)
@@ -61,18 +61,50 @@ def _cross_entropy(build: Builder, node: fx.Node) -> fx.Node:
             tries="integer targets without weight=",
         )
     logits, target = _rows(build, logits, target)
-    tokens = target.meta["sizes"]
     losses = build(
         runtime.cross_entropy, logits, target, None, None, given["ignore_index"], given["label_smoothing"],
-        sizes=tokens, dtype=logits.meta["dtype"],
+        sizes=target.meta["sizes"], dtype=logits.meta["dtype"],
     )  # fmt: skip
+    return _of_tokens(build, node, losses, lambda: _that_count(build, target, given["ignore_index"]))
 
-    def count() -> fx.Node:
-        counted = build(aten.ne.Scalar, target, given["ignore_index"], sizes=tokens, dtype=torch.bool)
-        return build(aten.sum.default, counted, sizes=(), dtype=torch.int64)
 
-    reduced = _reduced(build, losses, given["reduction"], count)
-    if given["reduction"] == NONE and node.meta["sizes"] != tokens:
+def _negative_log_likelihood(build: Builder, node: fx.Node) -> fx.Node:
+    """Of a token `-x[target]`, and 0 where the target is ignored."""
+    given = arguments(node)
+    weighted, each = given["weight"] is not None, given["reduction"] == NONE
+    if weighted or (each and node.meta["sizes"] != given["target"].meta["sizes"]):
+        raise CompileError(
+            f"nll_loss with {'class weights' if weighted else 'reduction=none'} is not compiled",
+            node=describe(node),
+            source=node.meta["source"],
+            why="" if weighted else "torch takes its result for one number while it traces a model without memory",
+            tries="nll_loss without weight=" if weighted else "-x.gather(1, target.unsqueeze(1)).squeeze(1)",
+        )
+    x, target = _rows(build, given["self"], given["target"])
+    tokens, dtype, whole = target.meta["sizes"], x.meta["dtype"], target.meta["dtype"]
+    counted = _that_count(build, target, given["ignore_index"])
+    index = build(aten.where.ScalarOther, counted, target, 0, sizes=tokens, dtype=whole)
+    index = build(aten.unsqueeze.default, index, 1, sizes=(*tokens, 1), dtype=whole)
+    picked = build(aten.gather.default, x, 1, index, sizes=(*tokens, 1), dtype=dtype)
+    picked = build(aten.squeeze.dim, picked, 1, sizes=tokens, dtype=dtype)
+    losses = build(aten.neg.default, picked, sizes=tokens, dtype=dtype)
+    losses = build(aten.where.ScalarOther, counted, losses, 0.0, sizes=tokens, dtype=dtype)
+    return _of_tokens(build, node, losses, lambda: counted)
+
+
+def _that_count(build: Builder, target: fx.Node, ignored: int) -> fx.Node:
+    return build(aten.ne.Scalar, target, ignored, sizes=target.meta["sizes"], dtype=torch.bool)
+
+
+def _of_tokens(build: Builder, node: fx.Node, losses: fx.Node, counted: Callable[[], fx.Node]) -> fx.Node:
+    """The result of a loss that has one for each token, as it asks for: all, their sum, or their mean over those that
+    count.
+    """
+    reduction, tokens = arguments(node)["reduction"], losses.meta["sizes"]
+    reduced = _reduced(
+        build, losses, reduction, lambda: build(aten.sum.default, counted(), sizes=(), dtype=torch.int64)
+    )
+    if reduction == NONE and node.meta["sizes"] != tokens:
         sizes, dtype = node.meta["sizes"], node.meta["dtype"]
         reduced = build(aten.reshape.default, reduced, [build.number(n) for n in sizes], sizes=sizes, dtype=dtype)
     return reduced
@@ -221,6 +253,7 @@ def _channel_dropout(build: Builder, node: fx.Node) -> fx.Node:
 
 LOWERINGS: dict[Any, Callable[[Builder, fx.Node], fx.Node | None]] = {
     aten.cross_entropy_loss.default: _cross_entropy,
+    aten.nll_loss_nd.default: _negative_log_likelihood,
     aten.mse_loss.default: _elementwise(_square),
     aten.l1_loss.default: _elementwise(_absolute),
     aten.smooth_l1_loss.default: _elementwise(_smooth),

@@ -80,7 +80,6 @@ FORMS: dict[str, Form] = {
     "kron": lambda x, w: x @ torch.kron(w[:2, :2], w[:3, :3]),
     "tensordot": lambda x, w: torch.tensordot(x, w, dims=1),
     "linalg_vecdot": lambda x, w: torch.linalg.vecdot(x @ w, x),
-    "linalg_matmul": lambda x, w: torch.linalg.matmul(x, w),
     "frobenius_norm": lambda x, w: torch.ops.aten.frobenius_norm.dim(x @ w, [1, 2]),
     "cosine_similarity": lambda x, w: F.cosine_similarity(x @ w, x, -1),
     "pairwise_distance": lambda x, w: F.pairwise_distance(x @ w, x),

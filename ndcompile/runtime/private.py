@@ -231,13 +231,10 @@ def functions_of_sizes() -> Any:
 
 def asked_of_sizes(size: torch.SymInt) -> Iterator[tuple[Any, bool]]:
     """What a trace asked of its sizes, as expressions that are true of it, and whether torch's own code asked."""
-    known = size.node.shape_env
+    known, own = size.node.shape_env, str(Path(torch.__file__).parent)
     for guard in known.guards:
         place = guard.sloc.framework_loc
-        yield (
-            known.replace(guard.expr),
-            place is not None and place.filename.startswith(str(Path(torch.__file__).parent)),
-        )
+        yield known.replace(guard.expr), place is not None and place.filename.startswith(own)
 
 
 def decomposition(op: Any) -> Callable[..., Any] | None:
