@@ -126,7 +126,7 @@ class Float64(Domain):
     def run(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = wide(op, args, kwargs)
         made = op(*args, **kwargs)
-        return self.encode(made) if base_name(op) == "lift_fresh" else made  # what Python gave brings its own dtype
+        return self.encode(made) if isinstance(made, Tensor) else made  # what no dtype was said of brings its own
 
     def encode(self, x: Tensor) -> Tensor:
         return precise(x) if is_element(x) else x

@@ -109,3 +109,19 @@ def test_another_arithmetic_is_refused_by_name() -> None:
     model, batch = ALL["mlp"](8)
     with pytest.raises(nd.CompileError, match="also='reals' is no option"):
         nd.verify(nd.compile(model, "tp=2", batch), also=["reals"])
+
+
+class Waves(torch.nn.Module):
+    """Numbers of which no dtype is said, in an op that wants one dtype of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(8, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        waves = torch.einsum("i,j->ij", torch.arange(0, 6, 1.0), torch.arange(0, 8, 1.0) / 8)
+        return x @ torch.einsum("ij,jk->ik", waves, self.w)
+
+
+def test_numbers_without_a_dtype_are_float64_too() -> None:
+    assert nd.verify(nd.compile(Waves(), "dp_shard=2", torch.zeros(4, 6)), seeds=1)
