@@ -223,6 +223,7 @@ def _not_captured(model: nn.Module, error: Exception) -> CompileError:
         if "/torch/" not in frame.filename and not ours:
             frames.append((frame.filename, str(frame.lineno), frame.name, frame.line or ""))
             break
+    frames = [frame for frame in frames if not frame[0].startswith("<")]  # code that was made, not written
     source = f"{Path(frames[-1][0]).name}:{frames[-1][1]}   {frames[-1][3].strip()}" if frames else None
     depends = any(word in text for word in ("data-dependent", "Data dependent", "Could not guard", "unbacked"))
     depends = depends or "item()" in text or "Cannot call" in text or "_local_scalar_dense" in text

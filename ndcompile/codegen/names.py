@@ -24,7 +24,7 @@ RUNTIME = frozenset(
 """What emitted modules call of the runtime."""
 
 
-MEMBERS = frozenset("weights blocks forward compute gathered block list buffer update compile".split())
+MEMBERS = frozenset("weights blocks classes forward compute gathered block list buffer update compile".split())
 """What emitted classes have, and no further function of theirs may be called."""
 
 
