@@ -23,7 +23,7 @@ from ndcompile.errors import CompileError
 from ndcompile.fold import NotFollowed, fold
 from ndcompile.functional import make_functional, mark_views
 from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
-from ndcompile.labels import label_nodes, label_placeholders, refuse_values, roles_of, set_dtypes, widen_casts
+from ndcompile.labels import label_nodes, label_placeholders, refuse_values, set_dtypes, widen_casts
 from ndcompile.literals import write_literals
 from ndcompile.precision import Precision
 from ndcompile.regions import inline_regions
@@ -97,8 +97,7 @@ def capture(
     if float64:
         widen_casts(graph)
     set_dtypes(graph, traced)
-    label_nodes(graph, symbols)
-    asked = conditions(graph, roles_of(graph, symbols))
+    asked = conditions(graph, label_nodes(graph, symbols))
     make_functional(graph)
     spec = exported.call_spec.out_spec
     assert spec is not None, "export returns the structure of its outputs"

@@ -126,7 +126,7 @@ def _plain_value(node: fx.Node, traced: Mapping[str, Any]) -> Any:
     return torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device="meta")
 
 
-def roles_of(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) -> dict[sympy.Symbol, sympy.Expr]:
+def _roles(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) -> dict[sympy.Symbol, sympy.Expr]:
     """The tracer's symbols to `b`, `s`, or a name of the user's; to a number where the model fixed one of that name."""
     found: dict[sympy.Symbol, sympy.Expr] = {}
     fixed: dict[sympy.Expr, sympy.Expr] = {}
@@ -162,9 +162,12 @@ def _expression(size: int | torch.SymInt | torch.SymFloat) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def label_nodes(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) -> None:
-    """Set every node's `sizes` (of a number its `size`) in the user's symbols, its `module` and its `source`."""
-    roles = roles_of(graph, symbols)
+def label_nodes(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) -> Mapping[sympy.Symbol, sympy.Expr]:
+    """Set every node's `sizes` (of a number its `size`) in the user's symbols, its `module` and its `source`.
+
+    Returns what the user calls each of the tracer's symbols.
+    """
+    roles = _roles(graph, symbols)
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
@@ -175,6 +178,7 @@ def label_nodes(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]])
             node.meta["size"] = _named(value, roles)
         node.meta["module"] = _module_path(node)
         node.meta["source"] = _source(node)
+    return roles
 
 
 def refuse_values(graph: fx.GraphModule) -> None:

@@ -175,7 +175,7 @@ def judged(model: nn.Module, mesh: str, batch: Batch) -> Row:
     except nd.CompileError as error:
         own = type(error) is nd.CompileError  # else a check of the compiler's own work
         return dict(found="refused" if own else "failed", why=str(error))
-    except Exception:
+    except Exception:  # whatever it is, the log tells it whole, and the exit status is 1
         return dict(found="failed", why=traceback.format_exc())
     unsaid = [claim.kind for claim in report.claims if claim.held is None]
     return dict(found="equal" if report.equal else "different", why="" if report.equal else str(report), unsaid=unsaid)
