@@ -40,6 +40,7 @@ from ndcompile.blocks import (
 )
 from ndcompile.checkpoints import Checkpoints
 from ndcompile.objects import made_in_python
+from ndcompile.runtime import private
 from ndcompile.withheld import Withheld
 
 _LIBRARY = torch.library.Library("ndcompile", "DEF")
@@ -174,7 +175,8 @@ class Borders:
     def _called(self, leaves: list[Any], spec: Any, tensors: list[Tensor]) -> Any:
         """All that a trace sees of a call; nothing is equal to None."""
         try:
-            return (spec, tuple(self._argument(leaf, tensors) for leaf in leaves), *_modes())
+            with private.without_functions():
+                return (spec, tuple(self._argument(leaf, tensors) for leaf in leaves), *_modes())
         except Opaque:
             return None
 

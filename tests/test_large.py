@@ -81,21 +81,21 @@ def test_405b_takes_seconds_and_fits_on_a_laptop() -> None:
 
 
 def test_depth_costs_nothing() -> None:
-    """80 blocks of an 8B Llama in less than 1.5 times the CPU time of 8, and under 300 lines of source for both.
+    """80 blocks of an 8B Llama in less than 1.3 times the CPU time of 8, and under 300 lines of source for both.
 
     The best of up to five, as other work may share the core; each from a heap without garbage.
     """
     nd.compile(llama(2, 512, 1024, 8), "tp=2")  # imports, and what torch makes once
     models = {layers: llama(layers, 4096, 14_336, 32) for layers in (8, 80)}
     seconds: dict[int, list[float]] = {layers: [] for layers in models}
-    while len(seconds[80]) < 5 and not (seconds[80] and min(seconds[80]) < 1.5 * min(seconds[8])):
+    while len(seconds[80]) < 5 and not (seconds[80] and min(seconds[80]) < 1.3 * min(seconds[8])):
         for layers, model in models.items():
             gc.collect()
             begin = time.process_time()
             program = nd.compile(model, "dp_shard=32, tp=8")
             seconds[layers].append(time.process_time() - begin)
             assert len(str(program).splitlines()) < 300
-    assert min(seconds[80]) < 1.5 * min(seconds[8])
+    assert min(seconds[80]) < 1.3 * min(seconds[8])
 
 
 def test_the_types_of_32_blocks_are_checked_in_a_fifth_of_a_second() -> None:

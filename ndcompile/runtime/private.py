@@ -483,6 +483,12 @@ def inductor_options(
     return {**(list_mode_options(mode) if mode else {}), **own}
 
 
+def without_functions() -> AbstractContextManager[None]:
+    """While it holds, calls and reads of tensors are not told to modes and subclasses that override functions."""
+    held: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return held
+
+
 def modes_are_on() -> bool:
     """Whether a torch function mode or dispatch mode sees the ops that are called."""
     return torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack() > 0
