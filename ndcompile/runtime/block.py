@@ -158,7 +158,7 @@ class Root:
         self._blocks = {
             path: {kind: kind(state, path) for kind in kinds}
             for text, kinds in self.classes().items()
-            for path in _paths(text)
+            for path in paths(text)
             if path not in state.without
         }
 
@@ -211,7 +211,7 @@ class Root:
                     setattr(owner, name, staticmethod(torch.compile(function.__func__, **given)))
 
 
-def _paths(text: str) -> list[str]:
+def paths(text: str) -> list[str]:
     """`layers[0:2]` is `layers.0` and `layers.1`."""
     path, _, numbers = text.rstrip("]").partition("[")
     return [f"{path}.{n}" for n in range(*(int(n) for n in numbers.split(":")))]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ndcompile.mesh import KINDS, MeshSpec
 from ndcompile.placement import BY_NAME, COLLECTIVES, REDUCING
+from ndcompile.verify.calls import BLOCK, KEY, LOST, ROUND, VALUE, WAY, recalled
 from ndcompile.verify.reorder import BUCKET, EVERYWHERE, HERE, Reordered, reordered
 from ndcompile.verify.sites import Site
 
@@ -278,6 +279,9 @@ REPLACED: dict[str, tuple[tuple[str, str], ...]] = {
 ORDERS = (HERE, EVERYWHERE, BUCKET)
 """Operators on several lines."""
 
+CALLS = (BLOCK, WAY, ROUND, LOST, VALUE, KEY)
+"""Operators on what the root calls."""
+
 
 def mutants(source: str, mesh: MeshSpec) -> Iterator[Mutant]:
     """Every operator at every site of a text."""
@@ -299,6 +303,9 @@ def mutants(source: str, mesh: MeshSpec) -> Iterator[Mutant]:
                 while at >= 0:
                     yield _mutant(title, lines, number, at, at + len(old), new)
                     at = code.find(old, at + 1)
+    for other in recalled(tree):
+        place = other.at.lineno, other.at.col_offset, other.at.end_col_offset or 0
+        yield _mutant(other.operator, lines, *place, other.text)
 
 
 def _in_order(lines: list[str], change: Reordered) -> Mutant:

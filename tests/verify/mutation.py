@@ -4,7 +4,8 @@
     python -m tests.verify.mutation LOG --jobs 32 --seconds 480      32 processes of one thread, done after 480 seconds
     python -m tests.verify.mutation LOG --every 4                    of each operator one site in four, and at least one
     python -m tests.verify.mutation LOG --models mlp --meshes tp=2   some programs
-    python -m tests.verify.mutation LOG --conversions                of the graphs alone: no program has to run for them
+    python -m tests.verify.mutation LOG --only conversions           of the graphs alone: no program has to run for them
+    python -m tests.verify.mutation LOG --only calls                 what the root calls: other blocks, other values
     python -m tests.verify.mutation LOG --show                       the score, and what the log has not got
 
 A program's bugs are planted in an order that is drawn by a fixed seed, first one site of each operator, then another:
@@ -35,8 +36,9 @@ import torch
 from rich.console import Console
 
 import ndcompile as nd
+from ndcompile.program import Program
 from ndcompile.verify.graph_mutants import GraphMutant, graph_mutants
-from ndcompile.verify.mutants import Mutant, mutants
+from ndcompile.verify.mutants import CALLS, Mutant, mutants
 from ndcompile.verify.score import Judge, Score
 from tests.equivalence.captures import captured_once
 from tests.equivalence.compare import Case, make
@@ -63,13 +65,13 @@ def main() -> None:
     parser.add_argument("--meshes", nargs="*", default=list(MESHES), metavar="MESH")
     parser.add_argument("--count", type=int, default=COUNT, help="the first meshes that a model compiles for, so many")
     parser.add_argument("--every", type=int, default=1)
-    parser.add_argument("--conversions", action="store_true", help="of the graphs alone, in a log of their own")
+    parser.add_argument("--only", choices=["conversions", "calls"], help="some operators, in a log of their own")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--each", type=float, default=30.0, help="seconds after which one bug is given up")
     given = parser.parse_args()
     if not given.show:
-        work = Work(given.log, tuple(given.meshes), given.count, given.every, given.each, given.conversions)
+        work = Work(given.log, tuple(given.meshes), given.count, given.every, given.each, given.only)
         run(given.models, work, given.jobs, time.time() + given.seconds)
     sys.exit(0 if show(given.log) else 1)
 
@@ -86,7 +88,7 @@ class Work:
     count: int = COUNT
     every: int = 1
     each: float = 30.0
-    conversions: bool = False
+    only: str | None = None
 
 
 def run(models: Iterable[str], work: Work, jobs: int, end: float) -> None:
@@ -136,11 +138,10 @@ def run_program(case: Case, work: Work, done: set[Key], end: float) -> bool:
             raise  # a check of the compiler's own work
         write(work.log, program_row | dict(refused=error.what))
         return False
-    planted: list[Planted] = [] if work.conversions else [*mutants(str(program), program.mesh)]
-    chosen = in_turn([*graph_mutants(program), *planted], f"{SEED} {case}", work.every)
+    chosen = in_turn(planted(program, work.only), f"{SEED} {case}", work.every)
     write(work.log, program_row | dict(sites=Counter(m.operator for m in chosen), every=work.every))
     judge = Judge(program, made)
-    alarm = judge(Mutant("", 0, "", "", str(program))) if not work.conversions else "not said"
+    alarm = judge(Mutant("", 0, "", "", str(program))) if work.only != "conversions" else "not said"
     if alarm not in ("equivalent", "not said"):
         write(work.log, program_row | dict(failed=f"the right program is told to be wrong: {alarm}"))
         return True
@@ -153,6 +154,16 @@ def run_program(case: Case, work: Work, done: set[Key], end: float) -> bool:
             verdict = judged(judge, mutant, work.each)
             write(work.log, row | dict(verdict=verdict, seconds=round(time.perf_counter() - begin, 2)))
     return True
+
+
+def planted(program: Program, only: str | None) -> list[Planted]:
+    """The bugs of a program, or those of one kind."""
+    if only == "conversions":
+        return [*graph_mutants(program)]
+    of_text = mutants(str(program), program.mesh)
+    if only == "calls":
+        return [mutant for mutant in of_text if mutant.operator in CALLS]
+    return [*graph_mutants(program), *of_text]
 
 
 def in_turn(planted: Iterable[Planted], seed: str, every: int = 1) -> list[Planted]:

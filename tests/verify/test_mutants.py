@@ -15,7 +15,7 @@ from ndcompile.runtime import private
 from ndcompile.verify import execute
 from ndcompile.verify.graph_mutants import graph_mutants
 from ndcompile.verify.lockstep import RanksDisagree
-from ndcompile.verify.mutants import OPERATORS, ORDERS, REPLACED, Mutant, mutants
+from ndcompile.verify.mutants import CALLS, OPERATORS, ORDERS, REPLACED, Mutant, mutants
 from ndcompile.verify.reorder import HERE
 from ndcompile.verify.rule_mutants import RuleMutant
 from ndcompile.verify.score import Judge, score
@@ -24,7 +24,7 @@ from tests.equivalence.compare import Case, make
 ALL = {
     "mlp": "dp_shard=2, tp=2", "fused attention": "tp=3", "shared block": "tp=2",
     "gpt with dropout": "dp_replicate=2, dp_shard=2, tp=2", "llama": "dp_shard=2, cp=2",
-    "windows, causal": "cp=2", "gpt": "tp=2",
+    "windows, causal": "cp=2", "gpt": "tp=2", "cycles": "dp_shard=2",
 }  # fmt: skip
 
 
@@ -51,12 +51,12 @@ def all_mutants(model: str, mesh: str) -> list[Mutant]:
 
 def test_every_operator_applies_somewhere() -> None:
     applied = {mutant.operator for model, mesh in ALL.items() for mutant in all_mutants(model, mesh)}
-    assert applied == {*OPERATORS, *REPLACED, *ORDERS}
+    assert applied == {*OPERATORS, *REPLACED, *ORDERS, *CALLS}
 
 
 def test_every_operator_is_on_the_page() -> None:
     page = (Path(__file__).parents[2] / "docs" / "verification.md").read_text()
-    assert [operator for operator in (*OPERATORS, *REPLACED, *ORDERS) if operator not in page] == []
+    assert [operator for operator in (*OPERATORS, *REPLACED, *ORDERS, *CALLS) if operator not in page] == []
 
 
 @pytest.mark.parametrize("model, mesh, first, every", [
@@ -198,3 +198,12 @@ def test_a_bug_in_a_rule_is_seen_in_a_program_that_uses_it(bug: str) -> None:
             report = nd.verify(program, made, seeds=1, microbatches=1)
             assert report.claims[0].held and not report.equal, report
             assert how in report.differences[0]
+
+
+def test_bugs_in_calls_of_blocks_are_seen() -> None:
+    """A list that ends behind its last block, and two ways of a block that are one, are no bugs."""
+    planted = [m for m in all_mutants("cycles", "dp_shard=2") if m.operator in CALLS]
+    found = score(judge("cycles", "dp_shard=2"), planted)
+    same = {(m.before, m.after) for m, verdict in found.unseen if verdict == "equivalent"}
+    assert found.score == 1.0 and len(planted) > 20
+    assert same == {("3", "4"), ("Layer2", "Layer3"), ("Layer3", "Layer2")}
