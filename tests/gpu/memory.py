@@ -1,6 +1,7 @@
 """What `Program.memory` says beside what a rank measures: a Llama, by mesh, remat, kept weights, eager and compiled.
 
     python -m torch.distributed.run --nproc-per-node 2 -m tests.gpu.memory --out memory.jsonl
+    python -m tests.gpu.memory --others 1         one GPU: a rank whose other rank is not there, and brings nothing
 
 On GPUs `torch.cuda.max_memory_allocated` of the third training step (bfloat16, fused AdamW), less what is allocated
 before the model is there; on CPU ranks small sizes, and the bytes of all storages that ops make. A JSON line for each,
@@ -29,7 +30,7 @@ from ndcompile.ledger import Ledger
 from ndcompile.program import Program
 from ndcompile.runtime import private
 from ndcompile.runtime.agreement import everyones
-from tests.torchrun import join
+from tests.torchrun import alone, join
 
 STEPS = 3
 ALLOWED = 0.1
@@ -149,8 +150,9 @@ def main() -> None:
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--seconds", type=float, default=120.0, help="start nothing after this")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--others", type=int, default=0, help="so many ranks, which are not there; without torchrun")
     asked, begin = parser.parse_args(), time.perf_counter()
-    device = join()
+    device = alone(1 + asked.others) if asked.others else join()
     cases = [case for case in CASES if case.how in asked.how]
     far = []
     for case in cases:
