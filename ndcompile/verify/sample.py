@@ -142,7 +142,16 @@ def _input(node: fx.Node, sizes: Mapping[str, int], numbers: Numbers, domain: Do
     for ignored in numbers.ignored:
         for number, labels in enumerate(ids.flatten(1) if ids.dim() > 1 else ids.unsqueeze(1)):
             labels[_masked(number, len(ids), len(labels), generator)] = ignored
-    return ids
+    return _with_ends(ids, numbers, generator)
+
+
+def _with_ends(ids: Tensor, numbers: Numbers, generator: torch.Generator) -> Tensor:
+    """The least number and the largest stand somewhere: of many a sample may lack them, and 0 is what a mask tells."""
+    flat, ends = ids.flatten(), torch.tensor([0, numbers.high - 1], dtype=ids.dtype)
+    counted = torch.isin(flat, torch.tensor(numbers.ignored, dtype=ids.dtype), invert=True).nonzero().flatten()
+    if numbers.high > 2 and len(counted) > len(ends):
+        flat[counted[torch.randperm(len(counted), generator=generator)[: len(ends)]]] = ends
+    return flat.view_as(ids)
 
 
 def _masked(number: int, samples: int, length: int, generator: torch.Generator) -> Tensor:

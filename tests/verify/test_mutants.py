@@ -13,11 +13,13 @@ import ndcompile as nd
 from ndcompile.errors import CheckError
 from ndcompile.runtime import private
 from ndcompile.verify import execute
+from ndcompile.verify.field import Field
 from ndcompile.verify.graph_mutants import graph_mutants
 from ndcompile.verify.lockstep import RanksDisagree
 from ndcompile.verify.mutants import CALLS, OPERATORS, ORDERS, REPLACED, Mutant, mutants
 from ndcompile.verify.reorder import HERE
 from ndcompile.verify.rule_mutants import RuleMutant
+from ndcompile.verify.sample import draw, numbers_of
 from ndcompile.verify.score import Judge, score
 from tests.equivalence.compare import Case, make
 
@@ -207,3 +209,13 @@ def test_bugs_in_calls_of_blocks_are_seen() -> None:
     same = {(m.before, m.after) for m, verdict in found.unseen if verdict == "equivalent"}
     assert found.score == 1.0 and len(planted) > 20
     assert same == {("3", "4"), ("Layer2", "Layer3"), ("Layer3", "Layer2")}
+
+
+def test_every_sample_has_the_least_and_the_largest_of_the_numbers_that_an_input_may_hold() -> None:
+    """A mask that is told from labels is a right one wherever no label is 0."""
+    program = judge("gpt", "tp=2").program
+    nodes = program.reference.graph.find_nodes(op="placeholder")
+    highest = [numbers_of(program.reference, n).high for n in nodes if n.meta.get("name") in program.manifest.inputs]
+    for seed in range(5):
+        for drawn, high in zip(draw(program, Field(seed)).batches[0], highest, strict=True):
+            assert high > 20 and {0, high - 1} <= {*drawn.flatten().tolist()}
