@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -34,6 +35,11 @@ class Part:
     def even(self, axis: Ranks) -> bool:
         return self.shape[self.dim] % axis.size == 0
 
+    def sent(self, axis: Ranks) -> tuple[int, ...]:
+        """The shape of what a rank gives to a reduce-scatter: all padded parts, one after another."""
+        first, *others = self.padded(axis)
+        return (axis.size * first, *others)
+
     def straight(self, axis: Ranks) -> bool:
         """Whether the ranks' parts, one after another in memory, are the whole."""
         return self.even(axis) and self.dim == 0
@@ -52,9 +58,9 @@ def sent_to_gather(held: Tensor, part: Part, axis: Ranks) -> Tensor:
 
 
 def whole_of_gathered(got: Tensor, part: Part, axis: Ranks) -> Tensor:
-    """The whole, of what an all-gather brought; where parts lie one after another it is the same memory."""
+    """The whole, of what an all-gather brought; where parts lie one after another, that is it."""
     if part.straight(axis):
-        return got.view(part.shape)
+        return got
     whole = got.new_empty(part.shape)
     private.copy_each(*_matched(whole, got.view(axis.size, *part.padded(axis)), part, axis))
     return whole
@@ -62,41 +68,58 @@ def whole_of_gathered(got: Tensor, part: Part, axis: Ranks) -> Tensor:
 
 def sent_to_scatter(wholes: Sequence[Tensor], parts: Sequence[Part], axis: Ranks, dtype: torch.dtype) -> list[Tensor]:
     """What goes into a reduce-scatter for each whole: cut for each rank, padded, cast."""
-    shapes = [(axis.size, *part.padded(axis)) for part in parts]
-    ready = [part.straight(axis) and x.dtype == dtype for x, part in zip(wholes, parts, strict=True)]
-    due = [shape for shape, is_ready in zip(shapes, ready, strict=True) if not is_ready]
-    made = iter(buffer(due, dtype, wholes[0])[1] if due else [])
-    sent: list[Tensor] = []
-    pairs: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
-    for whole, part, is_ready in zip(wholes, parts, ready, strict=True):
+    straight = [part.straight(axis) for part in parts]
+    ready = [x.dtype == dtype and simple for x, simple in zip(wholes, straight, strict=True)]
+    shapes = [part.sent(axis) for part, is_ready in zip(parts, ready, strict=True) if not is_ready]
+    made = iter(buffer(shapes, dtype, wholes[0])[1] if shapes else [])
+    sent = [x.contiguous() if is_ready else next(made) for x, is_ready in zip(wholes, ready, strict=True)]
+    places, values = [], []
+    for to, whole, part, is_ready, simple in zip(sent, wholes, parts, ready, straight, strict=True):
         if is_ready:
-            sent.append(whole.contiguous())
             continue
-        sent.append(block := next(made))
         if not part.even(axis):
-            block.zero_()
-        pairs.append(_matched(whole, block, part, axis)[::-1])
-    if pairs:
-        private.copy_each([to for pair in pairs for to in pair[0]], [x for pair in pairs for x in pair[1]])
-    return [x.view(-1, *x.shape[2:]) if not r else x for x, r in zip(sent, ready, strict=True)]
+            to.zero_()
+        block = to.view(axis.size, *part.padded(axis)) if not simple else to
+        found = ([whole], [to]) if simple else _matched(whole, block, part, axis)
+        values += found[0]
+        places += found[1]
+    if places:
+        private.copy_each(places, values)
+    return sent
 
 
 def part_of_scattered(got: Tensor, part: Part, axis: Ranks) -> Tensor:
     """This rank's part of what a reduce-scatter left it."""
-    return got.view(part.padded(axis)).narrow(part.dim, 0, axis.part(part.shape[part.dim]))
+    return got if part.even(axis) else got.narrow(part.dim, 0, axis.part(part.shape[part.dim]))
 
 
-def buffer(shapes: Sequence[Sequence[int]], dtype: torch.dtype, like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """A new flat tensor on the device of `like`, and views of it of these shapes; what is in between is 0."""
-    lengths = [math.prod(shape) for shape in shapes]
-    unit = max(1, ALIGNMENT // dtype.itemsize)
-    rooms = [-(-length // unit) * unit for length in lengths]
-    flat, views = like.new_empty(sum(rooms), dtype=dtype), []
-    for room, length, shape in zip(flat.split(rooms), lengths, shapes, strict=True):
-        views.append(room[:length].view(tuple(shape)))
-        if length < len(room):
-            room[length:].zero_()
-    return flat, views
+def buffer(
+    shapes: Sequence[Sequence[int]], dtype: torch.dtype, like: Tensor, clean: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """A new flat tensor on the device of `like`, and views of it of these shapes; with `clean`, 0 is in between."""
+    lengths, numbers, gaps = _rooms(tuple(map(tuple, shapes)), max(1, ALIGNMENT // dtype.itemsize))
+    flat = like.new_empty(sum(lengths), dtype=dtype)
+    rooms = flat.split(lengths)
+    if clean:
+        for gap in gaps:
+            rooms[gap].zero_()
+    return flat, [
+        rooms[n].view(shape) if len(shape) != 1 else rooms[n] for n, shape in zip(numbers, shapes, strict=True)
+    ]
+
+
+@cache
+def _rooms(shapes: tuple[tuple[int, ...], ...], unit: int) -> tuple[list[int], list[int], list[int]]:
+    """How long what stands in a buffer is, and which of it are the tensors, and which the gaps behind them."""
+    lengths: list[int] = []
+    numbers, gaps = [], []
+    for length in map(math.prod, shapes):
+        numbers.append(len(lengths))
+        lengths.append(length)
+        if rest := -length % unit:
+            gaps.append(len(lengths))
+            lengths.append(rest)
+    return lengths, numbers, gaps
 
 
 def _matched(whole: Tensor, block: Tensor, part: Part, axis: Ranks) -> tuple[list[Tensor], list[Tensor]]:

@@ -156,8 +156,8 @@ def version(x: Tensor) -> int:
     A DTensor has its own count of operations and that of its local tensor. Fused and foreach operations on DTensors
     raise neither, so steps of optimizers are counted too.
     """
-    local_version = x._local_tensor._version if is_distributed(x) else 0
-    return x._version + local_version + getattr(x, _STEPS, 0)
+    own = getattr(x, "_local_tensor", None)
+    return x._version + (0 if own is None else own._version) + getattr(x, _STEPS, 0)
 
 
 _STEPS = "_ndcompile_steps"
