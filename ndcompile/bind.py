@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import lru_cache
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -319,17 +318,19 @@ def execute(
     buffers: Mapping[str, Tensor],
     without: frozenset[str] = frozenset(),
     transport: Transport | None = None,
+    code: Callable[[str, str], CodeType] | None = None,
 ) -> Root:
     """Run the emitted text as a module (tracebacks show its lines) and make its root, without some of its blocks.
 
-    Weights travel by `transport`, which gets what memory it needs; by default by collectives.
+    Weights travel by `transport`, which gets what memory it needs; by default by collectives. `code` is asked in the
+    place of `code_of`.
     """
     transport = transport or Collectives()
     name = f"<ndcompile {manifest.root} {hashlib.sha256(source.encode()).hexdigest()[:8]}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     module = ModuleType(f"ndcompile_emitted_{manifest.root}_{next(_EXECUTED)}")
     with use(mesh):
-        exec(_code(source, name), vars(module))
+        exec((code or code_of)(source, name), vars(module))
     shapes = {n: _shape_in_compute(plan, mesh) for n, plan in manifest.parameters.items()}
     state = State(
         mesh, parameters, buffers, shapes,
@@ -346,9 +347,10 @@ def execute(
 _EXECUTED = itertools.count()
 
 
-@lru_cache(maxsize=2)
-def _code(source: str, name: str) -> CodeType:
-    """The text for Python: where one process runs it for all ranks, it is read once."""
+def code_of(source: str, name: str) -> CodeType:
+    """The text for Python. torch.compile puts what it makes of a function beside the code of it, so that each module
+    that may be compiled has code of its own.
+    """
     return compile(source, name, "exec")
 
 

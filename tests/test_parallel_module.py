@@ -250,6 +250,14 @@ def aot_eager_compiles_both_ways() -> None:
     assert_same_gradients(parallel, model)
 
 
+def a_model_that_is_parallelized_again_is_compiled_again() -> None:
+    """torch.compile keeps what it makes of a function with its code, and that names what one module has."""
+    for _ in range(2):
+        parallel, model = parallel_stack("dp_shard=2")
+        parallel.compile(backend="aot_eager")
+        assert_close(parallel(**own(tokens()))["loss"], model(**tokens())["loss"])
+
+
 def evaluates_without_gradients() -> None:
     parallel, model = parallel_stack("dp_shard=2")
     with torch.no_grad():
@@ -647,6 +655,7 @@ ON_TWO: Claims = (
     torch_compile_makes_one_graph_for_all_equal_blocks,
     a_block_with_attention_over_ranks_is_one_graph,
     aot_eager_compiles_both_ways,
+    a_model_that_is_parallelized_again_is_compiled_again,
     evaluates_without_gradients,
     eval_is_a_program_of_its_own_on_the_same_parameters,
     frozen_and_unused_parameters_have_no_gradient_on_tp,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ndcompile.axes import data_axes
-from ndcompile.bind import execute
+from ndcompile.bind import code_of, execute
 from ndcompile.fold import unfold
 from ndcompile.mesh import MeshSpec
 from ndcompile.placement import Layout
@@ -34,6 +34,9 @@ from ndcompile.verify.shrink import Small, shortened
 STEPS = 2
 CLIP = 0.1
 LEARNING_RATE = 1e-2
+
+_CODE = lru_cache(maxsize=2)(code_of)
+"""One process runs a text for all ranks, and nothing compiles it: it is read once."""
 
 
 @dataclass
@@ -164,7 +167,7 @@ def emitted(
     mesh = mesh_of(program.mesh, rank)
     text = source or str(program)
     text = rings.as_one(text) if domain.exact else text
-    return execute(text, program.manifest, mesh, leaves, sample.buffers, without, transport)
+    return execute(text, program.manifest, mesh, leaves, sample.buffers, without, transport, _CODE)
 
 
 def _alone(program: Program, leaves: Mapping[str, Tensor], sample: Sample) -> Root | None:
@@ -187,7 +190,7 @@ def _one_rank(
     """The root of a text for one device, in the dtypes of its parameters unless they are cast to `compute`."""
     whole = {n: replace(p, dims=((),) * len(p.shape)) for n, p in plans.items()}
     manifest = replace(program.manifest, mesh="one rank", parameters=whole, compute=compute, reduce=None)
-    return execute(text, manifest, Mesh(MeshSpec(())), leaves, buffers, without)
+    return execute(text, manifest, Mesh(MeshSpec(())), leaves, buffers, without, code=_CODE)
 
 
 def _without_memory(node: fx.Node, sizes: Mapping[str, int]) -> Tensor:
