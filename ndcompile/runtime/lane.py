@@ -20,7 +20,6 @@ class Lane:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._lent: deque[tuple[torch.cuda.Event, Sequence[Tensor]]] = deque()
 
@@ -30,7 +29,7 @@ class Lane:
         if self._stream is None:
             yield
             return
-        computing = torch.cuda.current_stream(self._device)
+        computing = self._computing(self._stream)
         self._stream.wait_stream(computing)
         with torch.cuda.stream(self._stream):
             yield
@@ -46,10 +45,16 @@ class Lane:
     def join(self, mark: torch.cuda.Event | None) -> None:
         """Let the computing stream wait for it."""
         if mark is not None:
-            torch.cuda.current_stream(self._device).wait_event(mark)
+            assert self._stream is not None, "a lane of a CPU has no marks"
+            self._computing(self._stream).wait_event(mark)
 
     def join_all(self) -> None:
         """Let the computing stream wait for everything."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            self._computing(self._stream).wait_stream(self._stream)
             self._lent.clear()
+
+    @staticmethod
+    def _computing(lane: torch.cuda.Stream) -> torch.cuda.Stream:
+        """The stream that computes on the lane's device: by its number, which torch looks up fastest."""
+        return torch.cuda.current_stream(lane.device_index)
