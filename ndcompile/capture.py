@@ -19,6 +19,7 @@ from ndcompile.blocks import blocks_of, first_names, tensors_of
 from ndcompile.borders import Borders, spell_out
 from ndcompile.conditions import conditions
 from ndcompile.counts import count_places
+from ndcompile.drawn import Draws, NotOneGraph
 from ndcompile.errors import CompileError
 from ndcompile.fold import NotFollowed, fold
 from ndcompile.functional import make_functional, mark_views
@@ -200,9 +201,10 @@ def _export(model: nn.Module, given: _Given, borders: Borders, withheld: Withhel
     bound.arguments.update(pytree.tree_unflatten(list(given.traced.values()), spec))
     plain = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
     seen = borders.checkpoints
-    modes = around_forward(model, lambda: WhereInputsAre(seen.op)), around_forward(model, withheld.watching)
+    made = (lambda: WhereInputsAre(seen.op), withheld.watching, Draws)
+    modes = [around_forward(model, each) for each in made]
     try:
-        with plain[0], plain[1], modes[0], modes[1], withheld.emptied(), borders.marked(), seen.seen():
+        with plain[0], plain[1], modes[0], modes[1], modes[2], withheld.emptied(), borders.marked(), seen.seen():
             exported = torch.export.export(model, bound.args, bound.kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # whatever stops the tracer is an error of the model's, told as one
         if withheld.asked:
@@ -224,11 +226,14 @@ def _not_captured(model: nn.Module, error: Exception) -> CompileError:
             break
     frames = [frame for frame in frames if not frame[0].startswith("<")]  # code that was made, not written
     source = f"{Path(frames[-1][0]).name}:{frames[-1][1]}   {frames[-1][3].strip()}" if frames else None
+    cut = f"{type(model).__name__} cannot be captured as one graph"
+    if isinstance(error, NotOneGraph):
+        return CompileError(cut, source=source, why=error.why, tries=error.tries)
     depends = any(word in text for word in ("data-dependent", "Data dependent", "Could not guard", "unbacked"))
     depends = depends or "item()" in text or "Cannot call" in text or "_local_scalar_dense" in text
     if depends:
         return CompileError(
-            f"{type(model).__name__} cannot be captured as one graph",
+            cut,
             source=source,
             why="its control flow depends on the values of tensors",
             tries="torch.where instead of if on a tensor",

@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rounded": {"runtime"},
     "conditions": {"codegen", "rounded", "runtime"},
     "labels": {"autocast", "counts", "rounded"},
+    "drawn": {"runtime"},
     "capture": {
         "autocast",
         "inputs",
@@ -56,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "counts",
         "precision",
     }
-    | {"blocks", "withheld", "borders", "fold", "remat", "conditions"},
+    | {"blocks", "drawn", "withheld", "borders", "fold", "remat", "conditions"},
     "dtypes": {"rules"},
     "checks": {"placement", "mesh", "duties", "deduction"},
     "deduction": {"placement", "mesh", "size"},
