@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,18 @@ from ndcompile.blocks import blocks_of, first_names, tensors_of
 from ndcompile.borders import Borders, spell_out
 from ndcompile.conditions import conditions
 from ndcompile.counts import count_places
-from ndcompile.drawn import Draws, NotOneGraph
-from ndcompile.errors import CompileError
+from ndcompile.drawn import Draws
+from ndcompile.errors import CompileError, NotOneGraph
 from ndcompile.fold import NotFollowed, fold
 from ndcompile.functional import make_functional, mark_views
 from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
 from ndcompile.labels import label_nodes, label_placeholders, refuse_values, set_dtypes, widen_casts
 from ndcompile.literals import write_literals
+from ndcompile.own_backward import derivatives_alone
 from ndcompile.precision import Precision
 from ndcompile.regions import inline_regions
 from ndcompile.remat import Kept, Remat, Reshard, read_kept
+from ndcompile.runtime import private
 from ndcompile.synonyms import replace_synonyms
 from ndcompile.twin import (
     WhereInputsAre,
@@ -204,7 +206,9 @@ def _export(model: nn.Module, given: _Given, borders: Borders, withheld: Withhel
     made = (lambda: WhereInputsAre(seen.op), withheld.watching, Draws)
     modes = [around_forward(model, each) for each in made]
     try:
-        with plain[0], plain[1], modes[0], modes[1], modes[2], withheld.emptied(), borders.marked(), seen.seen():
+        with ExitStack() as held:
+            for context in (*plain, *modes, withheld.emptied(), borders.marked(), seen.seen(), derivatives_alone()):
+                held.enter_context(context)
             exported = torch.export.export(model, bound.args, bound.kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # whatever stops the tracer is an error of the model's, told as one
         if withheld.asked:
@@ -220,7 +224,7 @@ def _not_captured(model: nn.Module, error: Exception) -> CompileError:
     import traceback
 
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        ours = Path(frame.filename).parent == Path(__file__).parent
+        ours = Path(frame.filename).parent in (Path(__file__).parent, Path(private.__file__).parent)
         if "/torch/" not in frame.filename and not ours:
             frames.append((frame.filename, str(frame.lineno), frame.name, frame.line or ""))
             break

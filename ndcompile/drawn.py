@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ndcompile.errors import NotOneGraph
 from ndcompile.runtime import private
 
 DRAWS = frozenset({torch.rand, torch.rand_like})
@@ -33,14 +34,6 @@ COMPARISONS: dict[Any, Comparison] = {
 
 READS = frozenset({Tensor.__bool__, Tensor.item})
 """How Python takes a truth value out of a tensor."""
-
-
-class NotOneGraph(Exception):
-    """A draw that no graph can hold: why, and what to try."""
-
-    def __init__(self, why: str, *tries: str) -> None:
-        super().__init__(why)
-        self.why, self.tries = why, tries
 
 
 class Draws(TorchFunctionMode):

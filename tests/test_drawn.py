@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import ndcompile as nd
-from ndcompile.drawn import Draws, NotOneGraph
+from ndcompile.drawn import Draws
+from ndcompile.errors import NotOneGraph
 
 LAST = 1 - 2**-24
 """The largest number that `torch.rand` gives in float32."""
