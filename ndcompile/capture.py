@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,18 @@ from ndcompile.blocks import blocks_of, first_names, tensors_of
 from ndcompile.borders import Borders, spell_out
 from ndcompile.conditions import conditions
 from ndcompile.counts import count_places
-from ndcompile.errors import CompileError
+from ndcompile.drawn import Draws
+from ndcompile.errors import CompileError, NotOneGraph
 from ndcompile.fold import NotFollowed, fold
 from ndcompile.functional import make_functional, mark_views
 from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
 from ndcompile.labels import label_nodes, label_placeholders, refuse_values, set_dtypes, widen_casts
 from ndcompile.literals import write_literals
+from ndcompile.own_backward import derivatives_alone
 from ndcompile.precision import Precision
 from ndcompile.regions import inline_regions
 from ndcompile.remat import Kept, Remat, Reshard, read_kept
+from ndcompile.runtime import private
 from ndcompile.synonyms import replace_synonyms
 from ndcompile.twin import (
     WhereInputsAre,
@@ -200,9 +203,12 @@ def _export(model: nn.Module, given: _Given, borders: Borders, withheld: Withhel
     bound.arguments.update(pytree.tree_unflatten(list(given.traced.values()), spec))
     plain = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
     seen = borders.checkpoints
-    modes = around_forward(model, lambda: WhereInputsAre(seen.op)), around_forward(model, withheld.watching)
+    made = (lambda: WhereInputsAre(seen.op), withheld.watching, Draws)
+    modes = [around_forward(model, each) for each in made]
     try:
-        with plain[0], plain[1], modes[0], modes[1], withheld.emptied(), borders.marked(), seen.seen():
+        with ExitStack() as held:
+            for context in (*plain, *modes, withheld.emptied(), borders.marked(), seen.seen(), derivatives_alone()):
+                held.enter_context(context)
             exported = torch.export.export(model, bound.args, bound.kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # whatever stops the tracer is an error of the model's, told as one
         if withheld.asked:
@@ -218,17 +224,20 @@ def _not_captured(model: nn.Module, error: Exception) -> CompileError:
     import traceback
 
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        ours = Path(frame.filename).parent == Path(__file__).parent
+        ours = Path(frame.filename).parent in (Path(__file__).parent, Path(private.__file__).parent)
         if "/torch/" not in frame.filename and not ours:
             frames.append((frame.filename, str(frame.lineno), frame.name, frame.line or ""))
             break
     frames = [frame for frame in frames if not frame[0].startswith("<")]  # code that was made, not written
     source = f"{Path(frames[-1][0]).name}:{frames[-1][1]}   {frames[-1][3].strip()}" if frames else None
+    cut = f"{type(model).__name__} cannot be captured as one graph"
+    if isinstance(error, NotOneGraph):
+        return CompileError(cut, source=source, why=error.why, tries=error.tries)
     depends = any(word in text for word in ("data-dependent", "Data dependent", "Could not guard", "unbacked"))
     depends = depends or "item()" in text or "Cannot call" in text or "_local_scalar_dense" in text
     if depends:
         return CompileError(
-            f"{type(model).__name__} cannot be captured as one graph",
+            cut,
             source=source,
             why="its control flow depends on the values of tensors",
             tries="torch.where instead of if on a tensor",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from ndcompile.errors import CheckError
@@ -17,6 +18,10 @@ from ndcompile.size import ONE, Size, product
 
 REPORT = "report this: a pass of the compiler is wrong; nd.compile(…, dump=FOLDER) writes the graph after each"
 RULE = "the rule of this op, if you registered it (nd.register_rule); otherwise " + REPORT
+
+aten = torch.ops.aten
+ALIKE = frozenset({aten.full.default, aten.zeros.default, aten.ones.default})
+"""Ops of which no element is told from another by its place."""
 
 WRONG_GRADIENT = "an invariant operand mixed with another has the right value and a wrong gradient"
 ONE_PARTIAL = "each term of a sum needs exactly one partial operand, where the op is linear"
@@ -45,8 +50,8 @@ def deduce(node: fx.Node, bound: Any, axis: str, given: list[Placement], grads: 
     taken = node.meta.get("taken", {}).get(axis, {})
     born = {S(d) for d, dims in enumerate(bound.output) if dims and _uncut(bound, dims, taken) not in known}
     made = node.meta["layout"].on(axis)
-    if made.within and S(made.dim) in born:
-        born.add(made)  # no place in it is told from another
+    if made.within and S(made.dim) in born and node.target in ALIKE:
+        born.add(made)
     return {I} if kinds == {"I"} else {R, *born}
 
 

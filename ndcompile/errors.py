@@ -59,5 +59,13 @@ def _restore(kind: type[CompileError], what: str, state: dict[str, object]) -> C
     return error
 
 
+class NotOneGraph(Exception):
+    """What a model does that no graph holds, as it is traced: why, and what to try. Capture adds the model and line."""
+
+    def __init__(self, why: str, *tries: str) -> None:
+        super().__init__(why)
+        self.why, self.tries = why, tries
+
+
 class CheckError(CompileError):
     """A compiled graph breaks a law of placements: a bug of the compiler, or of a rule that was registered."""

@@ -291,7 +291,7 @@ def _new_value(build: Builder, node: fx.Node, values: dict[fx.Node, fx.Node], bu
     given: Any = fx.node.map_arg((node.args, node.kwargs), lambda name: values[name])
     args, kwargs = given
     write = WRITES.get(node.target)
-    value = write(build, *args) if write else build(_counterpart(node), *args, sizes=sizes, **kwargs)
+    value = write(build, *args, **kwargs) if write else build(_counterpart(node), *args, sizes=sizes, **kwargs)
     value = build.cast(value, dtype)
     if buffer and value.op == "call_function":
         value.meta["called"] = buffer.rpartition(".")[2]
@@ -330,6 +330,16 @@ def _filled(build: Builder, before: fx.Node, value: Any = 0) -> fx.Node:
     return build.full(before.meta["sizes"], value, before.meta["dtype"])
 
 
+def _drawn(target: Any, *defaults: float) -> Callable[..., fx.Node]:
+    """By an op of another name, or without defaults."""
+
+    def write(build: Builder, before: fx.Node, *given: Any, **kwargs: Any) -> fx.Node:
+        about = dict(sizes=before.meta["sizes"], dtype=before.meta["dtype"])
+        return build(target, before, *given, *defaults[len(given) :], **about, **kwargs)
+
+    return write
+
+
 def _placed(build: Builder, before: fx.Node, indices: Any, value: fx.Node, accumulate: bool = False) -> fx.Node:
     """`x[mask] = 0` is `where(mask, 0, x)`; anything else a mask would place has a size that values decide."""
     sizes, dtype = before.meta["sizes"], before.meta["dtype"]
@@ -356,6 +366,8 @@ WRITES: dict[Any, Callable[..., fx.Node]] = {
     aten.fill_.Scalar: _filled,
     aten.fill_.Tensor: _filled,
     aten.zero_.default: _filled,
+    aten.normal_.default: _drawn(aten.normal_functional.default, 0.0, 1.0),
+    aten.bernoulli_.float: _drawn(aten.bernoulli.p, 0.5),
     aten.index_put_.default: _placed,
 }
 """Changes that are more than another op of the same name."""

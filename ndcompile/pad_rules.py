@@ -324,7 +324,8 @@ def _fixed(node: fx.Node) -> bool:
 
 
 SHAPED = frozenset(
-    "view reshape _unsafe_view expand unflatten arange zeros ones full slice narrow split split_with_sizes".split()
+    "view reshape _unsafe_view expand unflatten arange zeros ones full uniform slice narrow split "
+    "split_with_sizes".split()
 )
 """Ops that take a length as the size of something."""
 

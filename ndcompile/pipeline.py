@@ -27,6 +27,7 @@ from ndcompile.passes.drop_noops import drop_noops
 from ndcompile.passes.follow_device import follow_device
 from ndcompile.passes.insert_collectives import insert_collectives
 from ndcompile.passes.localize_sizes import localize_sizes
+from ndcompile.passes.lower_draws import lower_draws
 from ndcompile.passes.lower_losses import lower_losses
 from ndcompile.passes.lower_recurrent import lower_recurrent
 from ndcompile.passes.mark_blocks import mark_blocks
@@ -36,7 +37,7 @@ from ndcompile.passes.pad_inputs import pad_inputs
 from ndcompile.passes.propagate_layouts import propagate_layouts
 from ndcompile.passes.recognise_experts import recognise_experts
 from ndcompile.passes.recognise_masks import recognise_masks
-from ndcompile.passes.replace_dropout import replace_dropout
+from ndcompile.passes.replace_random import replace_random
 from ndcompile.passes.share_keys import share_keys
 from ndcompile.passes.share_sequences import share_sequences
 from ndcompile.passes.split_axes import split_axes
@@ -138,10 +139,11 @@ PIPELINE: tuple[Step, ...] = (
     Step("share_sequences", lambda job: share_sequences(job.graph, job.mesh)),
     Step("recognise_experts", lambda job: recognise_experts(job.graph)),
     Step("lower_recurrent", lambda job: lower_recurrent(job.graph)),
+    Step("lower_draws", lambda job: lower_draws(job.graph)),
     Step("lower_losses", lambda job: lower_losses(job.graph)),
     Step("follow_device", lambda job: follow_device(job.graph), (checks.no_fixed_device,)),
     Step("mark_blocks", lambda job: mark_blocks(job.graph, job.lists, job.pinned_names), (checks.rounds_are_equal,)),
-    Step("replace_dropout", lambda job: replace_dropout(job.graph), (checks.no_hidden_randomness,)),
+    Step("replace_random", lambda job: replace_random(job.graph), (checks.no_hidden_randomness,)),
     Step("keep_reference", _keep_reference),
     Step("cut_linears", lambda job: cut_linears(job.graph, job.mesh, job.pins)),
     Step("measure_values", lambda job: measure_values(job.graph, job.mesh)),

@@ -145,7 +145,7 @@ def _may_shard(node: fx.Node, kind: AxisKind, bound: Signature, row: Row) -> boo
 RANGES = frozenset({"aten.arange.default", "aten.arange.start", "aten.arange.start_step"})
 """Cheap, and the same on every rank: a rank takes its part of the numbers."""
 
-COUNTING = frozenset({"runtime.dropout"})
+COUNTING = frozenset({"runtime.dropout", "runtime.uniform"})
 """Ops that use an element's index in the whole value."""
 
 

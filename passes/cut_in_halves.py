@@ -126,7 +126,7 @@ SHAPED = (
 
 def _of_op(node: fx.Node, cuts: Cuts, mesh: MeshSpec) -> int | None:
     name, given = op_name(node.target), operands(node)
-    if name in ("runtime.dropout", "runtime.attention_with_dropout"):
+    if name in ("runtime.dropout", "runtime.uniform", "runtime.attention_with_dropout"):
         raise Whole("random numbers are drawn by each element's place in the whole batch", node)
     if node.meta.get("how") or node.meta.get("algorithm_axes"):
         raise Whole("an op communicates by itself", node)

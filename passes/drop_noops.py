@@ -47,7 +47,7 @@ def drop_noops(graph: fx.GraphModule) -> fx.GraphModule:
             node.target = aten.expand.default
         elif node.target in CASTS:
             node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], node.meta["dtype"]), {}
-    graph.graph.eliminate_dead_code(_is_impure)
+    graph.graph.eliminate_dead_code(is_impure)
     graph.recompile()
     return graph
 
@@ -67,7 +67,7 @@ def _idle(graph: fx.Graph) -> set[fx.Node]:
     return {node for same in rounds.values() if carrying.isdisjoint(n.args[0] for n in same) for node in same}
 
 
-def _is_impure(node: fx.Node) -> bool:
+def is_impure(node: fx.Node) -> bool:
     """fx keeps what may draw random numbers (attention too), with all that leads to it; here draws depend on their
     place alone.
     """

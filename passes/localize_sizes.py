@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ndcompile import runtime
-from ndcompile.mesh import MeshAxis, MeshSpec
+from ndcompile.mesh import HEAD_TAIL, MeshAxis, MeshSpec, kind_of
 from ndcompile.rules.over_ranks import over_ranks
 from ndcompile.rules.registry import arguments
 from ndcompile.size_nodes import size_node
@@ -20,8 +20,12 @@ aten = torch.ops.aten
 SHAPED = {
     aten.reshape.default: 1, aten.expand.default: 1, aten._unsafe_view.default: 1,
     aten.zeros.default: 0, aten.ones.default: 0, aten.full.default: 0,
+    runtime.uniform: 0,
 }  # fmt: skip
 """Ops that take a whole shape, with its place among their arguments."""
+
+DRAWN = (runtime.dropout, runtime.uniform, runtime.attention_with_dropout)
+"""Ops whose numbers depend on an element's place in the whole value."""
 
 ALONG = (runtime.convolve, runtime.running_sum)
 """Ops that look along a sequence."""
@@ -66,12 +70,22 @@ class _Localizer:
             node.target, node.kwargs = runtime.arange, dict(dtype=node.meta["dtype"])
         elif node.meta.get("algorithm_axes"):
             self.algorithm(node)
-        elif node.target in (runtime.dropout, runtime.attention_with_dropout):
-            sharded = {d: axes for d, axes in enumerate(node.meta["layout"].dims) if axes}
-            shape, ranks = node.meta["shape"], self.mesh.size
-            odd = {d: shape[d].coefficient for d, axes in sharded.items() if not shape[d].divides_by(ranks(*axes))}
-            own: dict[str, Any] = dict(shards={d: self.axis(axes) for d, axes in sharded.items()}, sizes=odd)
-            node.kwargs = {**node.kwargs, **own}
+        if node.target in DRAWN and "how" not in node.meta:
+            self.by_index(node)
+
+    def by_index(self, node: fx.Node) -> None:
+        """Say where in the whole value a rank's part of it lies."""
+        sharded = {d: axes for d, axes in enumerate(node.meta["layout"].dims) if axes}
+        shape, ranks = node.meta["shape"], self.mesh.size
+        odd = {d: shape[d].coefficient for d, axes in sharded.items() if not shape[d].divides_by(ranks(*axes))}
+        own: dict[str, Any] = dict(shards={d: self.ranks(axes) for d, axes in sharded.items()}, sizes=odd)
+        balanced = tuple(d for d, axes in sharded.items() if kind_of(axes[0]) in HEAD_TAIL)
+        node.kwargs = {**node.kwargs, **own, **(dict(balanced=balanced) if balanced else {})}
+
+    def ranks(self, axes: Sequence[str]) -> Any:
+        """The axes as one; where the first holds two chunks, each by itself, major first."""
+        alone = len(axes) > 1 and kind_of(axes[0]) in HEAD_TAIL
+        return tuple(self.axis([axis]) for axis in axes) if alone else self.axis(axes)
 
     def axis(self, names: Sequence[str]) -> Any:
         """An argument of a kind that fx's types do not name."""

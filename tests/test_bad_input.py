@@ -152,9 +152,9 @@ class Sorts(Linear):
         return self.layer(x).logcumsumexp(1)
 
 
-class Noisy(Linear):
+class Shuffles(Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + torch.randn_like(x)
+        return self.layer(x)[:, torch.randperm(12)]
 
 
 def line_of(code: str) -> str:
@@ -237,13 +237,13 @@ def test_an_op_without_a_rule() -> None:
 
 
 def test_random_numbers_of_its_own() -> None:
-    assert refusal(Noisy(), "tp=2") == lines(
-        "forward draws random numbers by aten.randn_like.default",
-        "  node    %randn_like = aten.randn_like.default",
-        f"  source  {line_of('return self.layer(x) + torch.randn_like(x)')}",
-        "  why     each rank would draw others than one device does; only dropout is the same on every mesh",
+    assert refusal(Shuffles(), "tp=2") == lines(
+        "forward draws random numbers by aten.randperm.default",
+        "  node    %randperm = aten.randperm.default",
+        f"  source  {line_of('return self.layer(x)[:, torch.randperm(12)]')}",
+        "  why     each rank would draw others than one device does",
         "  try     pass them to forward as an input",
-        "  try     nn.Dropout or F.dropout on a tensor of ones, for a mask",
+        "  try     torch.rand or torch.randn, which no mesh changes",
     )
 
 

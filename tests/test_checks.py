@@ -532,6 +532,30 @@ def test_an_operand_that_is_whole_where_another_is_sharded() -> None:
     )
 
 
+class Joined(nn.Module):
+    """Tokens of all sequences in one dim, each times a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x).flatten(0, 1)
+        y = y * torch.full((y.shape[0], 1), 2.0, device=x.device)
+        return y.view(x.shape)
+
+
+def test_a_draw_that_is_sharded_inside_of_a_dim() -> None:
+    """A constant may be: its elements are alike. A rank's part of a draw is known by where it begins in a dim."""
+    graph = nd.compile(Joined(), "cp=2", torch.ones(4, 8, 12), dynamic_dims={"x": {0: "b", 1: "s"}}).graph
+    made = next(n for n in graph.graph.nodes if n.target is aten.full.default)
+    assert str(made.meta["layout"]) == "cp S(0 in b)"
+    legal(graph, MeshSpec.parse("cp=2"))
+    made.target, made.args, made.kwargs = runtime.uniform, ((), None, 0), {}
+    said = complaint(legal, graph, "cp=2").splitlines()[0]
+    assert said == "%full is S(0 in b) on axis 'cp', but its operands make it R or S(0)"
+
+
 def test_an_op_along_the_dim_that_is_sharded() -> None:
     graph = graph_of()
     insert(graph, "gelu", aten.softmax.int, 1)

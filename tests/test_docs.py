@@ -123,7 +123,8 @@ def test_commands_parse(page: str, text: str) -> None:
 
 
 def test_errors_are_quoted_from_their_tests() -> None:
-    told = "".join((ROOT / "tests" / f"test_{name}.py").read_text() for name in ("bad_input", "mesh", "checkpoints"))
+    files = ("bad_input", "mesh", "checkpoints", "drawn", "own_backward")
+    told = "".join((ROOT / "tests" / f"test_{name}.py").read_text() for name in files)
     for block in blocks(PAGES["errors"], "text"):
         for line in block.splitlines():
             assert line.startswith("  source  ") or line in told, f"no test has: {line}"

@@ -44,9 +44,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rounded": {"runtime"},
     "conditions": {"codegen", "rounded", "runtime"},
     "labels": {"autocast", "counts", "rounded"},
+    "drawn": {"runtime"},
+    "own_backward": {"runtime"},
     "capture": {
         "autocast",
         "inputs",
+        "runtime",
         "twin",
         "regions",
         "synonyms",
@@ -56,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "counts",
         "precision",
     }
-    | {"blocks", "withheld", "borders", "fold", "remat", "conditions"},
+    | {"blocks", "drawn", "own_backward", "withheld", "borders", "fold", "remat", "conditions"},
     "dtypes": {"rules"},
     "checks": {"placement", "mesh", "duties", "deduction"},
     "deduction": {"placement", "mesh", "size"},

@@ -138,12 +138,16 @@ def _expand(w: Writer, node: fx.Node) -> str:
 
 def _filled(name: str) -> Callable[[Writer, fx.Node], str]:
     def write(w: Writer, node: fx.Node) -> str:
-        shape = ", ".join(w.local_shape(node))
         fill = f", {w.text(arguments(node)['fill_value'])}" if name == "full" else ""
-        tail = "," if len(node.meta["shape"]) == 1 else ""
-        return f"torch.{name}(({shape}{tail}){fill}, dtype={node.meta['dtype']}, device={w.device})"
+        return f"torch.{name}({_listed_shape(w, node)}{fill}, dtype={node.meta['dtype']}, device={w.device})"
 
     return write
+
+
+def _listed_shape(w: Writer, node: fx.Node) -> str:
+    """This rank's sizes, as a tuple."""
+    shape = w.local_shape(node)
+    return f"({', '.join(shape)}{',' if len(shape) == 1 else ''})"
 
 
 def _arange(w: Writer, node: fx.Node) -> str:
@@ -250,6 +254,12 @@ def _dropout(w: Writer, node: fx.Node) -> str:
     return f"dropout({w.text(x)}, {p}, {w.text(key)}, {site}, {given})"
 
 
+def _uniform(w: Writer, node: fx.Node) -> str:
+    _, key, site, dtype = node.args
+    given = f"shards={_shards(w, node)}{_uneven(w, node)}{_balanced(w, node)}"
+    return f"uniform({_listed_shape(w, node)}, {w.text(key)}, {site}, {dtype}, {given})"
+
+
 def _balanced(w: Writer, node: fx.Node) -> str:
     """The dims that lie head–tail on their first axis."""
     dims = node.meta["layout"].dims
@@ -345,6 +355,7 @@ SPECIAL: dict[str, Callable[[Writer, fx.Node], str]] = {
     "aten.embedding.default": _embedding,
     "runtime.cross_entropy": _cross_entropy,
     "runtime.dropout": _dropout,
+    "runtime.uniform": _uniform,
     "runtime.attention": _attention,
     "aten.scaled_dot_product_attention.default": _scaled_dot_product_attention,
     "runtime.attention_with_dropout": _attention_with_dropout,

@@ -223,10 +223,14 @@ class SizeNames:
             pieces = {v.target for v in values}
             if torch.ops.aten.split.Tensor not in pieces and torch.ops.aten.split_with_sizes.default not in pieces:
                 return
+            source = operands(values[0])[0]
             for dim, size in enumerate(node.meta["sizes"]):
-                source = operands(values[0])[0]
                 if isinstance(size, int):
                     yield str(dims[node.name][dim]), self.fraction(source, dim, size)
+            listed = arguments(values[0]).get("split_sizes", ())
+            at = arguments(values[0])["dim"] % len(node.meta["sizes"])
+            if listed and isinstance(source.meta["sizes"][at], int):
+                yield str(dims[source.name][at]), " + ".join(self.fraction(source, at, n) for n in listed)
             return
         dim = arguments(node)["dim"] % len(node.meta["sizes"])
         if not isinstance(node.meta["sizes"][dim], int):

@@ -130,7 +130,7 @@ def embedding(call: Call) -> Signature:
 
 
 def factory(call: Call) -> Signature:
-    """`arange`, `zeros`, `ones`, `full`: whole everywhere, or born sharded by global index."""
+    """`arange`, `zeros`, `ones`, `full`, `uniform`: whole everywhere, or born sharded by global index."""
     names = [f"d{i}" for i in range(len(call.output))]
     sizes = dict(zip(names, call.output, strict=True))
     output = tuple((name,) if size != ONE else () for name, size in sizes.items())
@@ -236,6 +236,7 @@ RULES: dict[str, Rule] = {
     "runtime.cross_entropy": line("f(n v~, n) -> n"),
     "runtime.dropout": line("f(*, ) -> *"),
     "runtime.literal": literal,
+    "runtime.uniform": factory,
     "runtime.fold": line("f() -> "),
     "aten.arange.default": factory,
     "aten.arange.start": factory,

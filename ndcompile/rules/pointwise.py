@@ -59,6 +59,7 @@ RULES: dict[str, Rule] = {
         "max.other min.other polar.default clamp_min.Tensor clamp_max.Tensor atan2.default fmod.Scalar fmod.Tensor "
         "bitwise_xor.Tensor logical_xor.default div.Tensor_mode div.Scalar_mode xlogy.Tensor",
     ),
+    "aten.clamp.Tensor": line("f(*) -> *", "f(*, *) -> *", "f(*, *, *) -> *"),
     "aten.to.other": cast_like,
     "aten.type_as.default": cast_like,
     "aten.masked_fill.Tensor": line("f(*, *, ) -> *"),

@@ -30,7 +30,7 @@ from ndcompile.runtime.loss import cross_entropy
 from ndcompile.runtime.masks import Mask
 from ndcompile.runtime.mesh import Mesh, Ranks, current, use
 from ndcompile.runtime.norm import batch_norm, moving_average
-from ndcompile.runtime.random import draw_key, dropout, fold, keep_mask, uniform_bits
+from ndcompile.runtime.random import draw_key, dropout, fold, keep_mask, uniform, uniform_bits
 from ndcompile.runtime.recurrent import gru, lstm, rnn_relu, rnn_tanh
 from ndcompile.runtime.remat import recomputed
 from ndcompile.runtime.sequence import positions
@@ -91,6 +91,7 @@ __all__ = [
     "shard",
     "shard_invariant",
     "start",
+    "uniform",
     "uniform_bits",
     "use",
 ]

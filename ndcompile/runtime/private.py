@@ -374,6 +374,38 @@ def undispatched() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Inside what traces a model, let torch do the ops, on tensors that have values."""
+    with undispatched(), torch._C.DisableTorchFunction(), torch.enable_grad():
+        yield
+
+
+@contextmanager
+def functions_seen(seen: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Tell `seen` of each call of a `torch.autograd.Function`: its class and what it is given, by whatever name it is
+    called. Many keep `f = Function.apply`, so it is the first that `apply` itself calls which looks who calls it.
+    """
+    module = torch.autograd.function
+    own = module._is_setup_context_defined
+
+    def looks(method: Any) -> bool:
+        given = inspect.currentframe().f_back.f_locals  # type: ignore[union-attr]
+        seen(given["cls"], given["args"], given["kwargs"])
+        return own(method)
+
+    module._is_setup_context_defined = looks
+    try:
+        yield
+    finally:
+        module._is_setup_context_defined = own
+
+
+def hint(size: Any) -> Any:
+    """A symbolic size as it is in the example; anything else is itself."""
+    return size.node.hint if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
+
+
 def spin(seconds: float) -> None:
     """Let the current GPU's stream do nothing for about so long, at some 1.5 GHz, while this process goes on."""
     torch.cuda._sleep(int(seconds * 1.5e9))

@@ -89,6 +89,24 @@ def dropout(
     return torch.where(keep, x * (1 / (1 - p)), 0)
 
 
+def uniform(
+    shape: Sequence[int],
+    key: Tensor,
+    site: int,
+    dtype: torch.dtype = torch.float32,
+    shards: Shards | None = None,
+    sizes: Mapping[int, int] | None = None,
+    balanced: Collection[int] = (),
+) -> Tensor:
+    """Uniform numbers from 0 to below 1, `[*shape]`, with as many digits as `dtype` holds; see `uniform_bits`.
+
+    A lower dtype has the same numbers, rounded down, and so never 1.
+    """
+    digits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    bits = uniform_bits(shape, key, site, shards, sizes, balanced=balanced)
+    return (bits >> (_BITS - digits)).to(dtype) * 2.0**-digits
+
+
 def _global_index(
     shape: Sequence[int],
     shards: Shards,

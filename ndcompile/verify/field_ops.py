@@ -19,11 +19,11 @@ LONGEST = 1 << 13
 
 MOVES = frozenset(
     "view _unsafe_view reshape alias detach clone t transpose permute movedim unsqueeze squeeze expand slice select "
-    "narrow split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unbind as_strided cat stack copy_ copy "
-    "_foreach_copy_ lift_fresh_copy contiguous embedding index_select index gather take_along_dim masked_fill_zero "
-    "slice_backward select_backward slice_scatter select_scatter unfold diagonal flip roll repeat zeros_like "
-    "empty_like new_empty new_zeros empty_strided zero_ new_empty_strided tril triu _reshape_alias view_as "
-    "constant_pad_nd_zero masked_select resize_ isinf isnan unfold_backward diagonal_backward ones_like "
+    "narrow split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unbind as_strided as_strided_ cat "
+    "stack copy_ copy _foreach_copy_ lift_fresh_copy contiguous embedding index_select index gather take_along_dim "
+    "masked_fill_zero slice_backward select_backward slice_scatter select_scatter unfold diagonal flip roll repeat "
+    "zeros_like empty_like new_empty new_zeros empty_strided zero_ new_empty_strided tril triu _reshape_alias "
+    "view_as constant_pad_nd_zero masked_select resize_ isinf isnan unfold_backward diagonal_backward ones_like "
     "new_ones view_as_real view_as_complex".split()
 )
 """Ops that move elements, or make zeros and ones: torch's own do that to residues as well."""
@@ -303,6 +303,20 @@ def _pick(larger: bool) -> Callable[..., Tensor]:
     return run
 
 
+def _clamped(name: str) -> Callable[..., Tensor]:
+    """By numbers a random function, by tensors their larger or smaller one."""
+    number = _function(name)
+
+    def run(d: Field, x: Tensor, min: Any = None, max: Any = None) -> Tensor:
+        if not isinstance(min, Tensor) and not isinstance(max, Tensor):
+            return number(d, x, min, max)
+        for bound, larger in ((min, True), (max, False)):
+            x = x if bound is None else _pick(larger)(d, x, bound)
+        return x
+
+    return run
+
+
 def _topk(d: Field, x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     index = d.order(x).topk(k, dim, largest, True).indices
     return x.gather(dim, index), index
@@ -471,7 +485,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "gt": _compare(torch.gt), "lt": _compare(torch.lt), "ge": _compare(torch.ge), "le": _compare(torch.le),
     "amax": _extreme("max"), "amin": _extreme("min"), "max": _extreme_with_index("max"),
     "min": _extreme_with_index("min"), "argmax": _argument("argmax"), "argmin": _argument("argmin"),
-    "maximum": _pick(True), "minimum": _pick(False), "topk": _topk, "sort": _sort,
+    "clamp": _clamped("clamp"), "maximum": _pick(True), "minimum": _pick(False), "topk": _topk, "sort": _sort,
     "convolution": _convolution, "convolution_backward": _convolution_backward,
     "nll_loss_forward": _nll_loss, "nll_loss_backward": _nll_loss_backward,
     "mse_loss": _mse, "mse_loss_backward": _mse_backward,

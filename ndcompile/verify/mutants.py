@@ -182,7 +182,7 @@ def _cast_down(site: Site) -> list[str]:
 
 def _seeds(site: Site) -> list[str]:
     shards = site.keyword("shards")
-    if site.name not in ("dropout", "attention_with_dropout") or shards is None:
+    if site.name not in ("dropout", "uniform", "attention_with_dropout") or shards is None:
         return []
     found = [f"{site.name}({site.arguments(shards='{}', sizes=None)})"] if shards != "{}" else []
     for name in site.mesh.names:

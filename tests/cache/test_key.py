@@ -129,7 +129,7 @@ CHANGES = {
     "a default": ("by=0.5,", "by=0.625,"),
     "a default of a keyword": ("less=0.25", "less=0.375"),
     "what a partial holds": ("by=0.75", "by=0.875"),
-    "a custom gradient": ("return gradient * 3.0", "return gradient * 4.0"),
+    "a custom gradient": ("return gradient * 3.0", "return 3.0 * gradient"),
     "a custom forward": ("return x * 3.0", "return x * 3.5"),
     "a method of the base": ("return x * SCALE", "return x / SCALE"),
     "an attribute of the base": ("weight_of_base = 1.25", "weight_of_base = 1.5"),

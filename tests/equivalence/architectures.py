@@ -118,8 +118,12 @@ def small(config_class: Any) -> Any:
 
 
 def _can_be(config_class: Any, name: str, now: Any) -> bool:
-    """Whether a configuration has one number of that name, or none yet, and lets it be another."""
-    settable = not isinstance(getattr(config_class, name, None), property)
+    """Whether a configuration has one number of that name, or none yet, and lets it be another.
+
+    A property of one class may refuse that; those that all configurations have (`num_labels`) do not.
+    """
+    found = getattr(config_class, name, None)
+    settable = not isinstance(found, property) or found is getattr(transformers.PreTrainedConfig, name, None)
     return settable and (now is None or isinstance(now, (int, float)))
 
 

@@ -142,7 +142,56 @@ class Remembers(nn.Module):
         return {"loss": F.mse_loss(y, target) + (h * self.mean).mean() / self.count, "y": y}
 
 
+def paths(x: Tensor, keep: float) -> Tensor:
+    """Stochastic depth as transformers has it."""
+    return x.div(keep) * (keep + torch.rand((x.shape[0], 1, 1), dtype=x.dtype, device=x.device)).floor_()
+
+
+def paths_in_place(x: Tensor, keep: float) -> Tensor:
+    """Stochastic depth as timm and torchvision have it."""
+    return x * x.new_empty((x.shape[0], 1, 1)).bernoulli_(keep).div_(keep)
+
+
+class Skips(nn.Module):
+    """Blocks of which a sample skips some at random, after a gate that noise jitters; normal noise on the tokens."""
+
+    class Block(nn.Module):
+        def __init__(self, keep: float) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(16)
+            self.gate = nn.Linear(16, 24)
+            self.up = nn.Linear(16, 24)
+            self.down = nn.Linear(24, 16)
+            self.keep = keep
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            gate = self.gate(y)
+            gate = gate * torch.empty_like(gate).uniform_(0.9, 1.1)
+            x = x + paths(self.down(torch.sigmoid(gate) * self.up(y)), self.keep)
+            return x + paths_in_place(F.gelu(y), self.keep)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(19, 16)
+        self.blocks = nn.ModuleList(Skips.Block(0.6) for _ in range(3))
+        self.head = nn.Linear(16, 19)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Results:
+        x = self.tokens(ids)
+        x = x + 0.1 * torch.randn_like(x)
+        for block in self.blocks:
+            if torch.rand([]) < 0.0:
+                continue
+            x = block(x)
+        logits = self.head(x)
+        noise = torch.empty_like(logits).exponential_().log()
+        shares = (logits - noise).softmax(-1)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss + shares.square().sum(-1).mean(), "logits": logits}
+
+
 ODD = {
     "fused attention": FusedAttention, "pooled": Pooled, "shared block": Shared, "gated": Gated, "towers": Towers,
-    "remembers": Remembers,
+    "remembers": Remembers, "drop path": Skips,
 }  # fmt: skip

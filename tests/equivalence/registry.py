@@ -23,7 +23,7 @@ WIDE = (
     | {"GPT-2", "GPT-2 with dropout", "GPT-2 over 50,257", "Llama, one KV head", "Qwen3", "Mistral", "Phi-3", "Gemma-2"}
     | {"BERT", "BERT, padded", "ALBERT", "T5", "T5 with dropout", "ResNet", "ViT", "Mixtral"}
     | {"Mixtral, balanced, padded", "Mistral, packed", "Llama, packed"}
-    | {"fused attention", "pooled", "shared block", "gated", "towers", "nn.LSTM"}
+    | {"fused attention", "pooled", "shared block", "gated", "towers", "drop path", "nn.LSTM"}
 )  # fmt: skip
 """Models that the command of `models` runs on 8 ranks too, and over `cp`; the others on 2 and 4 without it."""
 

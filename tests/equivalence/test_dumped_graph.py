@@ -18,7 +18,10 @@ from tests.equivalence.captures import captured_once
 from tests.equivalence.compare import Case, make, own_rows
 from tests.ranks import run
 
-CASES = [Case("gpt with dropout", "tp=2"), Case("llama", "tp=2"), Case("llama", "dp_shard=2")]
+CASES = [
+    Case("gpt with dropout", "tp=2"), Case("gpt with dropout", "cp=2"), Case("drop path", "dp_shard=2"),
+    Case("drop path", "cp=2"), Case("drop path", "tp=2"), Case("llama", "tp=2"), Case("llama", "dp_shard=2"),
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -257,6 +257,22 @@ def test_wrong_pads_are_seen_by_verify() -> None:
     assert not nd.verify(program, Model(causal), seeds=1).equal
 
 
+@pytest.mark.parametrize(
+    ("draw", "along"),
+    [(lambda x: F.dropout(x, 0.3), True), (torch.rand_like, True), (lambda x: torch.rand(x.shape[0], 1, 1), False)],
+)
+def test_what_is_drawn_along_a_sequence_is_that_of_the_padded_length(draw: Callable[[Tensor], Tensor], along: bool):
+    """So nothing is said of it; of a number for each sample pads change nothing."""
+
+    def body(model: Model, x: Tensor, mask: Tensor, labels: Tensor) -> Any:
+        return model.loss(x * draw(x), labels)
+
+    program = nd.compile(Model(body), "cp=2", BATCH, pad_inputs=True)
+    claims = {claim.kind: claim.held for claim in nd.verify(program, Model(body), seeds=1).claims}
+    assert claims.pop(padded.KIND) is (None if along else True)
+    assert set(claims.values()) == {True}
+
+
 def on_ranks(ranks: int, function: Callable[[Ranks], T]) -> list[T]:
     spec = MeshSpec.parse(f"cp={ranks}")
     return run_ranks(spec, Float64(0), lambda rank: function(mesh_of(spec, rank)["cp"]))

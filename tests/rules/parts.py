@@ -77,6 +77,10 @@ def _random(target: Callable[..., Any], given: Given, place: Place, node: fx.Nod
     return target(*given[0], **given[1], shards=shards, sizes={d: shape[d] for d in shards})
 
 
+def _drawn(target: Callable[..., Any], given: Given, place: Place, node: fx.Node) -> Any:
+    return _random(target, ((place.shape, *given[0][1:]), given[1]), place, node)
+
+
 def over(place: Place, axes: Sequence[int]) -> Ranks:
     """The ranks of some of the axes as one, the first major; their group is named for the indices on the others."""
     index, size = 0, 1
@@ -99,6 +103,7 @@ PARTS: dict[str, Part] = {
     "aten.embedding.default": _looked_up,
     "runtime.cross_entropy": _loss,
     "runtime.dropout": _random,
+    "runtime.uniform": _drawn,
     "runtime.attention_with_dropout": _random,
 }
 

@@ -17,6 +17,7 @@ from ndcompile.runtime import (
     fold,
     keep_mask,
     scale_gradient,
+    uniform,
     uniform_bits,
 )
 from ndcompile.runtime.random import _GOLDEN, _mix, _shift
@@ -89,6 +90,46 @@ def test_each_rank_drops_its_part_of_the_same_mask():
             last = columns.start(5)
             uneven = keep_mask((6, 8, columns.part(5)), 0.3, KEY, 1, {2: columns}, {2: 5})
             assert torch.equal(uneven, whole[:, :, last : last + columns.part(5)])
+
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_uniform_numbers_are_even_from_0_to_below_1(dtype):
+    x = uniform((MANY,), KEY, 1, dtype)
+    assert x.dtype == dtype and x.min() >= 0 and x.max() < 1
+    step = torch.finfo(dtype).eps / 2
+    assert torch.equal(x.double() / step, (x.double() / step).round()), "all are multiples of one step"
+    counts = torch.histc(x.double(), 128, 0, 1)
+    chi_squared = ((counts - MANY / 128) ** 2 / (MANY / 128)).sum()
+    assert 60 < chi_squared < 200, "127 degrees of freedom: mean 127, deviation 16"
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_largest_uniform_number_is_below_1(dtype, monkeypatch):
+    """It is rounded down, whatever the dtype."""
+    largest = torch.tensor([2**53 - 1])
+    monkeypatch.setattr("ndcompile.runtime.random.uniform_bits", lambda *args, **kwargs: largest)
+    assert uniform((1,), KEY, 1, dtype).item() == 1 - torch.finfo(dtype).eps / 2
+
+
+def test_a_lower_dtype_has_the_same_numbers_with_fewer_digits():
+    exact = uniform((MANY,), KEY, 1, torch.float64)
+    for dtype in FLOATS:
+        step = torch.finfo(dtype).eps / 2
+        assert torch.equal(uniform((MANY,), KEY, 1, dtype).double(), (exact / step).floor() * step)
+
+
+def test_each_rank_draws_its_part_of_the_same_numbers():
+    whole = uniform((6, 8, 5), KEY, 1)
+    rows, columns = Ranks("dp", 2, 1, "dp"), Ranks("tp", 4, 3, "tp")
+    assert torch.equal(uniform((3, 2, 5), KEY, 1, torch.float32, {0: rows, 1: columns}), whole[3:, 6:])
+    last = columns.start(5)
+    part = uniform((6, 8, columns.part(5)), KEY, 1, torch.float32, {2: columns}, {2: 5})
+    assert torch.equal(part, whole[:, :, last : last + columns.part(5)])
+    chunks = uniform((6, 4, 5), KEY, 1, torch.float32, {1: Ranks("cp", 2, 0, "cp")}, balanced=(1,))
+    assert torch.equal(chunks, torch.cat([whole[:, :2], whole[:, 6:]], 1)), "an early chunk and a late one"
 
 
 def test_dropout_scales_what_it_keeps_and_its_gradient_alike():

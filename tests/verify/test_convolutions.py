@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ndcompile.verify.domain import NotInDomain
 from ndcompile.verify.field import Field
@@ -74,6 +75,14 @@ def test_a_convolution_within_each_channel() -> None:
     assert y.flatten().tolist() == total(x * weight[:, 0], 2, 3)
     assert of_x.flatten().tolist() == total(weight[:, 0] * gradient)
     assert of_weight.flatten().tolist() == total(x * gradient, 0)
+
+
+def test_the_mean_of_all_places() -> None:
+    """Which torch, as it makes one place of them, gives other strides in place."""
+    x = residues(2, 5, 8, seed=0)
+    given = x.double().transpose(1, 2)
+    (y,) = run_one(Field(0), lambda: [F.adaptive_avg_pool1d(given, 1)])
+    assert (5 * y.long()).remainder(Field.prime).flatten().tolist() == total(x, 1)
 
 
 def test_what_is_not_exact_is_not_said() -> None:

@@ -50,6 +50,26 @@ def test_sizes_keep_what_holds_between_them() -> None:
         assert kept == {"0", "1", "2"}
 
 
+class Cut(nn.Module):
+    """A width that is cut in pieces which are no parts of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(80, 67), nn.Linear(32, 80)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b, gates = self.layer(x).split([32, 32, 3], -1)
+        return self.head(a * b) * gates.sum(-1, keepdim=True)
+
+
+def test_pieces_that_are_no_parts_of_a_width_make_it_up() -> None:
+    model = Cut()
+    program = nd.compile(model, "dp_shard=4", torch.ones(8, 80))
+    for small in itertools.islice(shrink(program), 3):
+        assert small.named["n67"] == 67 and small.named["n80"] < 80
+        assert small.renumbered(program.source) == small.source
+
+
 def test_405b_on_8192_ranks_is_equal_to_one_device_in_a_prime_field() -> None:
     """One seed here, on 16 ranks. CPU seconds of this process; the bar is 120 for all of it."""
     program, _ = of_405b()

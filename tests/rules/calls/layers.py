@@ -236,6 +236,10 @@ def dropped(draw: Draw, op: str) -> Case:
     return case(op, f(*sizes(draw)), draw(st.sampled_from([0.0, 0.4, 1.0])), key(), 1)
 
 
+def uniform(draw: Draw, op: str) -> Case:
+    return case(op, numbers(draw, 0, 3), key(), 2, draw(st.sampled_from([torch.float64, torch.float32])))
+
+
 def folded(draw: Draw, op: str) -> Case:
     return case(op, key(), draw(st.integers(0, 9)))
 
@@ -289,6 +293,7 @@ CALLS: Calls = {
     **calls("runtime.attention_with_dropout", attention_with_dropout),
     **calls("runtime.cross_entropy", cross_entropy),
     **calls("runtime.dropout", dropped),
+    **calls("runtime.uniform", uniform),
     **calls("runtime.fold", folded),
     **calls("runtime.literal", literal),
     **calls("full.default zeros.default ones.default", filled),

@@ -42,6 +42,13 @@ def binary(draw: Draw, op: str, first: Maker, second: Maker) -> Case:
     return case(op, first(*a), second(*b))
 
 
+def clamped(draw: Draw, op: str) -> Case:
+    """By a tensor from below, from above, or both; torch has no gradient where a bound has more dims than the input."""
+    whole = sizes(draw)
+    x, low, high = f(*whole), f(*smaller(draw, whole)), f(*smaller(draw, whole))
+    return case(op, x, **draw(st.sampled_from([dict(min=low), dict(max=high), dict(min=low, max=high)])))
+
+
 def arithmetic(draw: Draw, op: str, second: Maker, scaled: bool = False) -> Case:
     """Two tensors, or one and a number."""
     if chance(draw, 5):
@@ -133,6 +140,7 @@ CALLS: Calls = {
         bools,
     ),
     **calls("maximum.default minimum.default max.other min.other", binary, f, f),
+    **calls("clamp.Tensor", clamped),
     **calls("clamp_min.Tensor clamp_max.Tensor polar.default", binary, f, f),
     **calls("atan2.default xlogy.Tensor", binary, f, positive),
     **calls("floor_divide.default remainder.Tensor fmod.Tensor", binary, few, divisors),

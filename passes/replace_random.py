@@ -12,11 +12,11 @@ from ndcompile.rules.registry import arguments, describe
 aten = torch.ops.aten
 
 
-def replace_dropout(graph: fx.GraphModule) -> fx.GraphModule:
+def replace_random(graph: fx.GraphModule) -> fx.GraphModule:
     """`dropout` becomes `runtime.dropout` with the step's key, folded with the segment's number, and a site number.
 
-    Attention with dropout becomes `runtime.attention_with_dropout`. Adds a placeholder with role `key` if any is used.
-    Random numbers that are drawn in any other way are refused.
+    So `rand`, to which `lower_draws` brought other draws, becomes `runtime.uniform`, and attention with dropout
+    `runtime.attention_with_dropout`. Adds a placeholder with role `key` if any is used. What is left is refused.
     """
     _refuse_other_draws(graph)
     sites = [n for n in graph.graph.nodes if n.target in REPLACED and (n.target not in ATTENTIONS or _p(n) > 0)]
@@ -43,7 +43,7 @@ def replace_dropout(graph: fx.GraphModule) -> fx.GraphModule:
 
 ATTENTION = aten.scaled_dot_product_attention.default
 ATTENTIONS = (ATTENTION, runtime.attention)
-REPLACED = (aten.dropout.default, *ATTENTIONS)
+REPLACED = (aten.dropout.default, aten.rand.default, *ATTENTIONS)
 
 
 def _refuse_other_draws(graph: fx.GraphModule) -> None:
@@ -54,8 +54,8 @@ def _refuse_other_draws(graph: fx.GraphModule) -> None:
                 f"forward draws random numbers by {node.target}",
                 node=describe(node),
                 source=node.meta["source"],
-                why="each rank would draw others than one device does; only dropout is the same on every mesh",
-                tries=("pass them to forward as an input", "nn.Dropout or F.dropout on a tensor of ones, for a mask"),
+                why="each rank would draw others than one device does",
+                tries=("pass them to forward as an input", "torch.rand or torch.randn, which no mesh changes"),
             )
 
 
@@ -80,6 +80,8 @@ def _replace(graph: fx.GraphModule, node: fx.Node, key: fx.Node, site: int) -> N
             scale = given["scale"] or given["q"].meta["sizes"][-1] ** -0.5
             args = (given["q"], given["k"], given["v"], None, given["dropout_p"], key, site, given["causal"], scale)
             new = graph.graph.call_function(runtime.attention_with_dropout, args, named)
+        elif node.target is aten.rand.default:
+            new = graph.graph.call_function(runtime.uniform, (given["size"], key, site, node.meta["dtype"]))
         else:
             new = graph.graph.call_function(runtime.dropout, (given["input"], given["p"], key, site))
     new.meta = dict(node.meta)
