@@ -21,8 +21,8 @@ from ndcompile.rules.registry import arguments, op_name
 from ndcompile.runtime.manifest import as_dtype, holds
 from ndcompile.verify.domain import Domain
 
-LONGEST, STEPS = 8192, 64
-"""Up to which length sequences are tried, and how many lengths of each where there are several."""
+LONGEST, TRIED = 8192, 8192
+"""Up to which length sequences are tried, and how many lengths, or sets of lengths where there are several."""
 
 
 @dataclass
@@ -136,13 +136,11 @@ def symbol_sizes(program: Program) -> dict[str, int]:
 
 
 def _upwards(least: Sequence[int], units: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Lengths from the shortest on; those of several sequences from the shortest sum on. Shorter ones stand last."""
-    longer = [range(first, max(LONGEST, first) + 1, unit) for first, unit in zip(least, units, strict=True)]
-    if len(least) < 2:
-        yield from itertools.product(*longer)
-    else:
-        near = [some[:STEPS] for some in longer]
-        yield from sorted(itertools.product(*near), key=lambda lengths: (sum(lengths), lengths))
+    """Lengths from these on, by their sum; of several sequences fewer each. Shorter ones stand last."""
+    yield tuple(least)
+    count = round(TRIED ** (1 / max(1, len(least))))
+    longer = [range(first, LONGEST + 1, unit)[:count] for first, unit in zip(least, units, strict=True)]
+    yield from sorted(itertools.product(*longer), key=lambda lengths: (sum(lengths), lengths))
     yield from itertools.product(*(range(unit, first, unit) for first, unit in zip(least, units, strict=True)))
 
 
