@@ -39,7 +39,7 @@ def decided(answer: sympy.Expr, ranges: Ranges) -> sympy.Expr:
     """True or false where the answer is the same for all sizes in their ranges; else the answer as it is."""
     if not isinstance(answer, Relational):
         return answer
-    above = {x: sympy.Symbol(f"{x}_above", nonnegative=True, integer=True) for x in answer.free_symbols}
+    above = {x: sympy.Dummy(nonnegative=True, integer=True) for x in answer.free_symbols}
     difference = (answer.lhs - answer.rhs).xreplace({x: ranges[x][0] + more for x, more in above.items()})
     rest = dict[sympy.Symbol, Range]()
     for x, more in above.items():

@@ -79,11 +79,8 @@ class Known:
         if isinstance(size, int) or not size.free_symbols:
             return size
         size = size.xreplace({x: sympy.Integer(n) for x in size.free_symbols if (n := self.fixed(x)) is not None})
-        parts = {
-            x: sympy.Symbol(f"{x}_", positive=True, integer=True)
-            for x in self.chunks
-            if x in size.free_symbols - {BATCH}
-        }
+        lengths = size.free_symbols - {BATCH}
+        parts = {x: sympy.Dummy(positive=True, integer=True) for x in self.chunks if x in lengths}
         ranges = self._ranges(size) | {part: self._of_chunks(x) for x, part in parts.items()}
         size = _by_bounds(size.xreplace({x: self.chunks[x] * part for x, part in parts.items()}), ranges)
         for x, part in parts.items():
