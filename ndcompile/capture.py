@@ -17,14 +17,15 @@ from torch.utils import _pytree as pytree
 from ndcompile.autocast import Autocast
 from ndcompile.blocks import blocks_of, first_names, tensors_of
 from ndcompile.borders import Borders, spell_out
-from ndcompile.conditions import conditions
+from ndcompile.conditions import answers, conditions
 from ndcompile.counts import count_places
 from ndcompile.drawn import Draws
 from ndcompile.errors import CompileError, NotOneGraph
 from ndcompile.fold import NotFollowed, fold
 from ndcompile.functional import make_functional, mark_views
 from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
-from ndcompile.labels import label_nodes, label_placeholders, refuse_values, set_dtypes, widen_casts
+from ndcompile.known import Known
+from ndcompile.labels import label_nodes, label_placeholders, refuse_values, roles_of, set_dtypes, widen_casts
 from ndcompile.literals import write_literals
 from ndcompile.own_backward import derivatives_alone
 from ndcompile.precision import Precision
@@ -100,12 +101,14 @@ def capture(
     if float64:
         widen_casts(graph)
     set_dtypes(graph, traced)
-    asked = conditions(graph, label_nodes(graph, symbols))
+    roles = roles_of(graph, symbols)
+    known = Known.of(answers(graph, roles))
+    label_nodes(graph, roles, known)
     make_functional(graph)
     spec = exported.call_spec.out_spec
     assert spec is not None, "export returns the structure of its outputs"
     plain = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
-    return Captured(graph, names, plain, spec, model.training, kept, asked)
+    return Captured(graph, names, plain, spec, model.training, kept, conditions(known))
 
 
 @dataclass(frozen=True)

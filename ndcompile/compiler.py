@@ -33,8 +33,8 @@ def compiled(request: Request, dump: str | Path | None = None) -> Program:
     lists = frozenset(name for name, module in modules.items() if isinstance(module, nn.ModuleList))
     job = pipeline.Job(
         captured.graph, request.mesh, asked.precision, request.pins, {**names, **captured.kept.marks()}, lists,
-        _names(model, modules), type(model).__name__, dict(model.named_buffers()), asked.local_outputs,
-        not request.of_other_mode, asked.cp_attention, asked.pad_inputs, asked.halves,
+        _names(model, modules), type(model).__name__, captured.conditions, dict(model.named_buffers()),
+        asked.local_outputs, not request.of_other_mode, asked.cp_attention, asked.pad_inputs, asked.halves,
         captured.kept, times=times,
     )  # fmt: skip
     pipeline.run(job, None if dump is None else Path(dump))

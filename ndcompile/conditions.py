@@ -6,7 +6,7 @@ which is looked at in every call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import sympy
 import torch
@@ -14,40 +14,40 @@ from sympy.core.relational import Relational
 from torch import Tensor, fx
 
 from ndcompile.codegen.written import written
-from ndcompile.rounded import rounded
+from ndcompile.known import Known
+from ndcompile.rounded import RESTS
 from ndcompile.runtime import private
 
-LEAST = 4
-"""Answers that are the same for all sizes from here on are not asked again: torch itself tells 0 and 1 from others."""
 
+def answers(graph: fx.GraphModule, roles: Mapping[sympy.Symbol, sympy.Expr]) -> Iterator[sympy.Expr]:
+    """All answers, but for those that torch got to "are these two equal?", which tell it of a shorter way alone.
 
-def conditions(graph: fx.GraphModule, roles: Mapping[sympy.Symbol, sympy.Expr]) -> list[str]:
-    """Each as Python in `b`, the global batch, and the names of the lengths. `roles` says which symbol is which."""
-    found = dict.fromkeys(rounded(asked.xreplace(dict(roles))) for asked in _asked(graph))
-    return [_text(asked) for asked in found if asked is not sympy.true and not _always(asked)]
-
-
-def _asked(graph: fx.GraphModule) -> list[sympy.Expr]:
-    """All answers, but for those that torch got to "are these two equal?", which tell it of a shorter way alone."""
+    In `b`, the global batch, and the names of the lengths: `roles` says which of the tracer's symbols is which.
+    """
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         for size in value.shape if isinstance(value, Tensor) else ():
             if isinstance(size, torch.SymInt):
-                asked = private.asked_of_sizes(size)
-                return [answer for answer, by_torch in asked if not (by_torch and isinstance(answer, sympy.Ne))]
-    return []
+                for answer, by_torch in private.asked_of_sizes(size):
+                    if not (by_torch and isinstance(answer, sympy.Ne)):
+                        yield answer.xreplace(dict(roles))
+                return
 
 
-def _always(asked: sympy.Expr) -> bool:
-    """Whether it holds for all sizes that are not small."""
-    larger = {x: LEAST + sympy.Symbol(f"{x}_", nonnegative=True, integer=True) for x in asked.free_symbols}
-    return asked.xreplace(larger) is sympy.true or sympy.simplify(asked.xreplace(larger)) is sympy.true
+def conditions(known: Known) -> list[str]:
+    """Each as Python in `b` and the names of the lengths."""
+    return [_text(condition) for condition in known.conditions()]
 
 
-def _text(asked: sympy.Expr) -> str:
-    if isinstance(asked, Relational):
-        return f"{written(asked.lhs)} {asked.rel_op} {written(asked.rhs)}"
-    if isinstance(asked, (sympy.And, sympy.Or)):
-        word = "and" if isinstance(asked, sympy.And) else "or"
-        return f" {word} ".join(f"({_text(part)})" for part in asked.args)
-    return f"not ({_text(asked.args[0])})" if isinstance(asked, sympy.Not) else written(asked)
+def _text(condition: sympy.Expr) -> str:
+    if isinstance(condition, Relational):
+        return f"{_side(condition.lhs)} {condition.rel_op} {_side(condition.rhs)}"
+    if isinstance(condition, (sympy.And, sympy.Or)):
+        word = "and" if isinstance(condition, sympy.And) else "or"
+        return f" {word} ".join(f"({_text(part)})" for part in condition.args)
+    return f"not ({_text(condition.args[0])})" if isinstance(condition, sympy.Not) else written(condition)
+
+
+def _side(size: sympy.Expr) -> str:
+    text = written(size)
+    return text.removeprefix("(").removesuffix(")") if isinstance(size, RESTS) else text

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from ndcompile.autocast import casts
 from ndcompile.counts import COUNTS
 from ndcompile.errors import CompileError
+from ndcompile.known import Known
 from ndcompile.rounded import rounded
 
 BATCH, SEQUENCE = sympy.Symbol("b", positive=True, integer=True), sympy.Symbol("s", positive=True, integer=True)
@@ -126,7 +127,7 @@ def _plain_value(node: fx.Node, traced: Mapping[str, Any]) -> Any:
     return torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device="meta")
 
 
-def _roles(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) -> dict[sympy.Symbol, sympy.Expr]:
+def roles_of(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) -> dict[sympy.Symbol, sympy.Expr]:
     """The tracer's symbols to `b`, `s`, or a name of the user's; to a number where the model fixed one of that name."""
     found: dict[sympy.Symbol, sympy.Expr] = {}
     fixed: dict[sympy.Expr, sympy.Expr] = {}
@@ -162,23 +163,23 @@ def _expression(size: int | torch.SymInt | torch.SymFloat) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def label_nodes(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) -> Mapping[sympy.Symbol, sympy.Expr]:
+def label_nodes(graph: fx.GraphModule, roles: Mapping[sympy.Symbol, sympy.Expr], known: Known) -> None:
     """Set every node's `sizes` (of a number its `size`) in the user's symbols, its `module` and its `source`.
 
-    Returns what the user calls each of the tracer's symbols.
+    An input has `chunks` too: the numbers that lengths are known to divide by.
     """
-    roles = _roles(graph, symbols)
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
             value = value[0]
         if isinstance(value, Tensor):
-            node.meta["sizes"] = tuple(_named(size, roles) for size in value.shape)
+            node.meta["sizes"] = tuple(_named(size, roles, known) for size in value.shape)
         elif isinstance(value, (torch.SymInt, torch.SymFloat)):
-            node.meta["size"] = _named(value, roles)
+            node.meta["size"] = _named(value, roles, known)
+        if node.meta.get("role") == "input":
+            node.meta["chunks"] = {str(x): chunk for x, chunk in known.chunks.items()}
         node.meta["module"] = _module_path(node)
         node.meta["source"] = _source(node)
-    return roles
 
 
 def refuse_values(graph: fx.GraphModule) -> None:
@@ -205,11 +206,13 @@ def refuse_values(graph: fx.GraphModule) -> None:
             )
 
 
-def _named(size: int | torch.SymInt | torch.SymFloat, roles: Mapping[sympy.Symbol, sympy.Expr]) -> int | sympy.Expr:
+def _named(
+    size: int | torch.SymInt | torch.SymFloat, roles: Mapping[sympy.Symbol, sympy.Expr], known: Known
+) -> int | sympy.Expr:
     expression = _expression(size)
     if isinstance(expression, int):
         return expression
-    return _plain(rounded(sympy.sympify(expression).xreplace(dict(roles))))
+    return _plain(known.simplified(rounded(sympy.sympify(expression).xreplace(dict(roles)))))
 
 
 def _plain(expression: sympy.Expr) -> int | sympy.Expr:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 from torch import fx
 
 from ndcompile.axes import KINDS, parts
 from ndcompile.mesh import MeshSpec
+from ndcompile.size import Size
+from ndcompile.units import symbol_sizes
 
 
 def multiples(graph: fx.GraphModule, mesh: MeshSpec) -> dict[str, dict[str, int]]:
@@ -13,16 +18,23 @@ def multiples(graph: fx.GraphModule, mesh: MeshSpec) -> dict[str, dict[str, int]
 
     Reads `layout`.
     """
-    found: dict[str, dict[str, int]] = {}
+    found, units = dict[str, dict[str, int]](), symbol_sizes(graph, mesh)
     for node in graph.graph.nodes:
         if "layout" not in node.meta or node.meta["layout"] is None:
             continue
         for dim, axes in enumerate(node.meta["layout"].dims):
+            size = node.meta["shape"][dim]
             here = [a for a in axes if not KINDS[mesh[a].kind].shards_batch]
             kinds = list(dict.fromkeys(mesh[a].kind for a in here))
-            for symbol in set(node.meta["shape"][dim].symbols) - {"b"} if kinds else ():
+            for symbol in set(size.symbols) - {"b"} if kinds else ():
                 for over in {" × ".join(kinds), kinds[0]}:
                     ranks = mesh.size(*(a for a in here if mesh[a].kind in over.split(" × ")))
                     least = found.setdefault(symbol, {}).get(over, 1)
-                    found[symbol][over] = max(parts(over, ranks), least)
+                    found[symbol][over] = max(parts(over, ranks) * _chunk(size, units), least)
     return found
+
+
+def _chunk(size: Size, units: Mapping[str, Size]) -> int:
+    """How many places of a sequence stand in one of a dim of this size: in a dim of chunks as many as a chunk has."""
+    whole = math.prod(units[symbol].coefficient for symbol in size.symbols if symbol in units)
+    return whole // math.gcd(whole, size.coefficient)

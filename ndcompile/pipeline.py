@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -61,6 +61,7 @@ class Job:
     lists: frozenset[str]
     names: Names
     title: str
+    conditions: Sequence[str] = ()
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     local_outputs: bool = False
     all_pins_match: bool = True
@@ -112,7 +113,9 @@ def _split_axes(job: Job) -> None:
 
 
 def _emit(job: Job) -> None:
-    title = [f"{job.title} on {job.mesh}: emitted by ndcompile.", *map(str, dense_masks(job.graph, job.mesh))]
+    title = [f"{job.title} on {job.mesh}: emitted by ndcompile."]
+    title += [f"It holds while {', '.join(job.conditions)}."] if job.conditions else []
+    title += map(str, dense_masks(job.graph, job.mesh))
     whole = job.graph.graph.output_node().meta.get("whole", {})
     title += [f"{blocks}: not computed in halves, since {why}" for blocks, why in whole.items()]
     job.emitted = emit(job.graph, job.mesh, job.names, "\n\n".join(title))

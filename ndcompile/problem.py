@@ -20,6 +20,7 @@ from ndcompile.rules.notation import Signature
 from ndcompile.rules.registry import op_name, operands, results, signature, updates
 from ndcompile.rules.rows import Row, rows
 from ndcompile.size import Size
+from ndcompile.units import symbol_sizes
 
 OUTPUT = "output"
 
@@ -34,18 +35,18 @@ class State:
     taken: dict[fx.Node, dict[str, int]] = field(default_factory=dict)
     signatures: dict[fx.Node, Signature] = field(default_factory=dict)
     parts: dict[fx.Node, int] = field(default_factory=dict)
+    steps: defaultdict[str, int] = field(init=False)
+    """What a length is a multiple of: the ranks that do not shard the batch, and its chunks."""
 
     @property
     def batch(self) -> Size:
         """The size of the batch: a multiple of the ranks that shard it."""
         return Size(data_ranks(self.mesh), ("b",))
 
-    @property
-    def step(self) -> int:
-        """What a sequence's length is a multiple of: the ranks that do not shard the batch."""
-        return self.mesh.world_size // data_ranks(self.mesh)
-
     def __post_init__(self) -> None:
+        rest = self.mesh.world_size // data_ranks(self.mesh)
+        self.steps = defaultdict(lambda: rest)
+        self.steps |= {name: size.coefficient for name, size in symbol_sizes(self.graph, self.mesh).items()}
         for node in self.ops():
             if node.target is not getitem:
                 self.signatures[node] = signature(node)
@@ -130,7 +131,7 @@ def _op_rows(state: State, node: fx.Node, kind: AxisKind, ranks: int) -> list[Ro
         [o.meta["grad"] for o in ([node] if node.meta.get("port") else operands(node))],
     )
     found = rows(bound, ranks, taken=state.taken[node], grads=grads, batch=state.batch if kind.attends else None,
-                 step=state.step)  # fmt: skip
+                 steps=state.steps)  # fmt: skip
     return [row for row in found if row.factor is None or _may_shard(node, kind, bound, row)]
 
 

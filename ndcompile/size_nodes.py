@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -42,21 +43,23 @@ def _parts(size: sympy.Expr) -> tuple[Any, list[sympy.Expr]]:
     name = type(size).__name__
     if size.is_Add:
         return operator.add, list(size.args)
-    if name in DIVISIONS:
-        return DIVISIONS[name], list(size.args)
+    if name in OPERATIONS:
+        return OPERATIONS[name], list(size.args)
     powers = [factor.as_base_exp() for factor in sympy.Mul.make_args(size)]
     if (size.is_Mul or size.is_Pow) and all(exponent.is_Integer and exponent > 0 for _, exponent in powers):
         return operator.mul, [base for base, exponent in powers for _ in range(int(exponent))]
     raise CompileError(
         f"a tensor's size is {size}, which cannot be computed on a mesh",
-        tries="sizes that are sums, products, quotients",
+        tries="sizes that are sums, products, quotients, minima",
     )
 
 
-DIVISIONS = {
+OPERATIONS: dict[str, Callable[..., Any]] = {
     "FloorDiv": operator.floordiv,
     "CleanDiv": operator.floordiv,
     "Mod": operator.mod,
     "PythonMod": operator.mod,
+    "Min": min,
+    "Max": max,
 }
-"""The tracer's classes of sizes that are computed of two."""
+"""Classes of sizes that are computed of two, and what does so."""

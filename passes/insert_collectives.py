@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,16 +12,16 @@ import torch
 from torch import fx
 
 from ndcompile import runtime
-from ndcompile.axes import KINDS, data_axes, data_ranks
+from ndcompile.axes import KINDS, data_axes
 from ndcompile.build import Builder
 from ndcompile.fold import in_run
 from ndcompile.mesh import GATHERED, MeshAxis, MeshSpec
-from ndcompile.passes.measure_values import symbol_sizes
 from ndcompile.placement import IN_ORDER, I, Layout, Placement, R, S
 from ndcompile.precision import Precision
 from ndcompile.route import Move, route
 from ndcompile.rules.registry import operands, results
 from ndcompile.size import Size
+from ndcompile.units import symbol_sizes
 
 
 def insert_collectives(graph: fx.GraphModule, mesh: MeshSpec, precision: Precision) -> fx.GraphModule:
@@ -82,10 +83,11 @@ class _Inserter:
         return self._view(there, sizes, wanted, before, segment)
 
     def _global(self, within: str) -> Any:
-        """The size that a layout names, as a global one: its `b` is a data rank's."""
-        size = Size.read(within)
+        """The size that a layout names, as a global one: its symbols are parts of the lengths (`symbol_sizes`)."""
+        size, units = Size.read(within), symbol_sizes(self.graph, self.mesh)
         symbols = [sympy.Symbol(name, positive=True, integer=True) for name in size.symbols]
-        return sympy.Rational(size.coefficient, data_ranks(self.mesh)) * sympy.prod(symbols)
+        parts = math.prod(units[name].coefficient for name in size.symbols if name in units)
+        return sympy.Rational(size.coefficient, parts) * sympy.prod(symbols)
 
     def _view(
         self, value: fx.Node, sizes: tuple[Any, ...], layout: Layout, before: fx.Node, segment: dict[str, Any]

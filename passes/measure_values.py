@@ -14,6 +14,7 @@ from ndcompile.mesh import MeshSpec
 from ndcompile.passes.mark_blocks import is_port
 from ndcompile.rules.registry import operands, passes_gradients
 from ndcompile.size import Size
+from ndcompile.units import symbol_sizes
 
 
 def measure_values(graph: fx.GraphModule, mesh: MeshSpec) -> fx.GraphModule:
@@ -31,14 +32,6 @@ def measure(graph: fx.GraphModule, mesh: MeshSpec) -> None:
             node.meta["shape"] = tuple(Size.of(size, symbols) for size in node.meta["sizes"])
             count = math.prod(_nominal(sympy.sympify(size), data) for size in node.meta["sizes"])
             node.meta["nbytes"] = count * node.meta["dtype"].itemsize
-
-
-def symbol_sizes(graph: fx.GraphModule, mesh: MeshSpec) -> dict[str, Size]:
-    """What each symbol of the graph's sizes stands for in those of `shape`."""
-    data = data_ranks(mesh)
-    given = [n for n in graph.graph.find_nodes(op="placeholder") if n.meta["role"] == "input"]
-    lengths = {str(x) for n in given for size in n.meta["sizes"] for x in sympy.sympify(size).free_symbols} - {"b"}
-    return {"b": Size(data, ("b",))} | {name: Size(mesh.world_size // data, (name,)) for name in lengths}
 
 
 def _nominal(size: sympy.Expr, data: int) -> int:

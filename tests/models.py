@@ -81,3 +81,24 @@ def llama(vocabulary: int = 131, layers: int = 2, heads: int = 4) -> nn.Module:
 def stack_and_tokens() -> tuple[nn.Module, dict[str, Tensor]]:
     """For commands that name a model by the function that makes it."""
     return seeded(Stack), tokens()
+
+
+class Chunked(nn.Module):
+    """Mixes the places of each chunk of 8: pads a sequence to whole chunks, and takes the pads away if there are any.
+
+    As mixers of states do, it takes what it made for as long as what it was given, by a view.
+    """
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.gate, self.mix = nn.Linear(width, width), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        pads = (8 - length % 8) % 8
+        chunks = nn.functional.pad(x, (0, 0, 0, pads)).reshape(batch, -1, 8, 2, width // 2)
+        y = self.mix(chunks.transpose(2, 4)).transpose(2, 4).reshape(batch, -1, width)
+        if pads > 0:
+            y = y[:, :length]
+        out: Tensor = self.gate(x).sigmoid() * y.reshape(batch, length, width)
+        return out

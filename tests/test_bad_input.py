@@ -16,7 +16,7 @@ import ndcompile as nd
 from ndcompile.demo.model import ByteGPT
 from ndcompile.runtime import peers
 from tests import ranks
-from tests.models import Mlp, Stack, seeded, tokens
+from tests.models import Chunked, Mlp, Stack, seeded, tokens
 
 X = torch.ones(4, 12)
 
@@ -565,6 +565,12 @@ def another_way(rank: int) -> None:
     parallel(torch.ones(2, 17, 12))
 
 
+def no_whole_chunks(rank: int) -> None:
+    parallel = nd.parallelize(seeded(Chunked), "dp_shard=2", torch.ones(4, 16, 12), dynamic_dims=LONG_WAY)
+    parallel(torch.ones(3, 24, 12) + rank)
+    parallel(torch.ones(2, 20, 12))
+
+
 def another_way_for_a_larger_batch(rank: int) -> None:
     parallel = nd.parallelize(seeded(LongWay), "dp_shard=2", torch.ones(4, 10, 12), dynamic_dims=LONG_WAY)
     parallel(torch.ones(4, 10, 12) + rank)
@@ -591,6 +597,11 @@ ON_RANKS: dict[Callable[[int], None], str | list[str]] = {
     another_way: lines(
         "for inputs of this size the model's forward takes another way: s = 17",
         "  why  it asked whether s <= 16, and was traced where that holds",
+        "  try  example_inputs of this size, for a program of its own",
+    ),
+    no_whole_chunks: lines(
+        "for inputs of this size the model's forward takes another way: s = 20",
+        "  why  it asked whether s % 8 == 0, and was traced where that holds",
         "  try  example_inputs of this size, for a program of its own",
     ),
     another_way_for_a_larger_batch: lines(

@@ -46,6 +46,7 @@ def value_name(node: fx.Node) -> str:
         "cross_entropy": "losses", "sum": "total", "div": "loss" if not node.meta["shape"] else "ratio",
         "getitem": "item", "slice": "cut", "pow": "power", "__and__": "both", "index": "picked", "arange": "numbers",
         "embedding": "embedded", "pad": "padded", "convolve": "convolved", "running_sum": "running",
+        "eye": "identity",
     }.get(base, identifier(base.strip("_")))  # fmt: skip
 
 

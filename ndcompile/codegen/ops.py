@@ -150,6 +150,12 @@ def _listed_shape(w: Writer, node: fx.Node) -> str:
     return f"({', '.join(shape)}{',' if len(shape) == 1 else ''})"
 
 
+def _eye(w: Writer, node: fx.Node) -> str:
+    rows, columns = w.local_shape(node)
+    shape = rows if rows == columns else f"{rows}, {columns}"
+    return f"torch.eye({shape}, dtype={node.meta['dtype']}, device={w.device})"
+
+
 def _arange(w: Writer, node: fx.Node) -> str:
     given = arguments(node)
     start, end, step = given.get("start", 0), given["end"], given.get("step", 1)
@@ -349,6 +355,7 @@ SPECIAL: dict[str, Callable[[Writer, fx.Node], str]] = {
     "aten.zeros.default": _filled("zeros"),
     "aten.full.default": _filled("full"),
     **dict.fromkeys(("aten.arange.default", "aten.arange.start", "aten.arange.start_step"), _arange),
+    **dict.fromkeys(("aten.eye.default", "aten.eye.m"), _eye),
     "aten.slice.Tensor": _slice,
     "aten.index.Tensor": _index,
     **dict.fromkeys(("aten.split.Tensor", "aten.split_with_sizes.default"), _split),

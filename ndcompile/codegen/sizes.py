@@ -106,9 +106,8 @@ class SizeNames:
                     self._name((tensor.name, dim), name)
         for node in graph.graph.nodes:
             if node.op == "call_function" and op_name(node.target) == "aten.embedding.default":
-                table = operands(node)[0]
-                integers = operands(node)[1].meta.get("role") == "input"
-                self._name((table.name, 0), "vocab" if integers else "positions")
+                table, indices = operands(node)[:2]
+                self._name((table.name, 0), "vocab" if _is_input(indices) else "positions")
                 self._name((table.name, 1), "hidden")
         known = [(self.config[key], name) for key, name in CONFIG.items() if isinstance(self.config.get(key), int)]
         values = [value for value, _ in known]
@@ -187,7 +186,7 @@ class SizeNames:
     def _reached(self, node: fx.Node) -> Iterator[tuple[str, int]]:
         """The ends of slices that are written as numbers; a table of positions has room for short sequences."""
         name = op_name(node.target) if node.op == "call_function" else ""
-        if name == "aten.embedding.default" and operands(node)[1].meta.get("role") != "input":
+        if name == "aten.embedding.default" and not _is_input(operands(node)[1]):
             rows = operands(node)[0].meta["sizes"][0]
             yield self.whole(operands(node)[0], 0), min(rows, POSITIONS)
         if name != "aten.slice.Tensor":
@@ -303,6 +302,13 @@ class SizeNames:
         if parts > PARTS and times > 1:
             return str(value)
         return f"{'' if times == 1 else f'{times} * '}{self.whole(node, dim)} // {parts}"
+
+
+def _is_input(value: fx.Node) -> bool:
+    """Whether the model's caller gives the value; a program may convert it first."""
+    while "move" in value.meta:
+        (value,) = value.all_input_nodes
+    return value.meta.get("role") == "input"
 
 
 POSITIONS = 32

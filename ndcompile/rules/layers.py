@@ -195,8 +195,8 @@ ROWS = dict(mask="* s@ t!", key="", prefix="b u!", padding="b u!", documents="b 
 """What else attention may take, in the order in which it takes them: all that says of all keys is whole (`u`)."""
 
 
-def literal(call: Call) -> Signature:
-    """Values that are written out: whole everywhere."""
+def made_whole(call: Call) -> Signature:
+    """Values that are written out, or depend on their place in more than one dim: whole everywhere."""
     names = [f"d{i}" for i in range(len(call.output))]
     sizes = dict(zip(names, call.output, strict=True))
     return Signature((), tuple((name,) for name in names), sizes, whole=frozenset(names))
@@ -235,7 +235,7 @@ RULES: dict[str, Rule] = {
     "runtime.attention_with_dropout": named_attention,
     "runtime.cross_entropy": line("f(n v~, n) -> n"),
     "runtime.dropout": line("f(*, ) -> *"),
-    "runtime.literal": literal,
+    "runtime.literal": made_whole,
     "runtime.uniform": factory,
     "runtime.fold": line("f() -> "),
     "aten.arange.default": factory,
@@ -244,4 +244,6 @@ RULES: dict[str, Rule] = {
     "aten.full.default": factory,
     "aten.zeros.default": factory,
     "aten.ones.default": factory,
+    "aten.eye.default": made_whole,
+    "aten.eye.m": made_whole,
 }

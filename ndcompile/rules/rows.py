@@ -31,14 +31,14 @@ def rows(
     grads: Sequence[bool] | None = None,
     symbols: frozenset[str] | None = None,
     batch: Size | None = None,
-    step: int = 1,
+    steps: Mapping[str, int] | None = None,
 ) -> list[Row]:
     """All rows on an axis of `ranks` ranks.
 
     `taken` says how many ways earlier axes shard each factor, `grads` which operands carry a gradient (the others have
     one replicated placement, `R`), `symbols` which symbols the axis may shard (None: any). With the size of a
-    `batch` the axis shards sequences, also inside a dim that joins one with it, and where an op communicates for it; a
-    sequence's length is a multiple of `step`.
+    `batch` the axis shards sequences, also inside a dim that joins one with it, and where an op communicates for it;
+    `steps` says what a sequence's length is a multiple of.
     """
     taken = taken or {}
     flows = list(grads) if grads is not None else [True] * len(signature.operands)
@@ -49,7 +49,7 @@ def rows(
     for factor in signature.factors:
         at_once = factor in signature.together and (batch is None or len(signature.together) > 1)
         if not at_once and _divides(signature, factor, ranks, taken, symbols):
-            majors = [None] if batch is None else _majors(signature.sizes[factor], batch, step)
+            majors = [None] if batch is None else _majors(signature.sizes[factor], batch, steps)
             found += [row for major in majors for row in _sharded(signature, factor, taken, flows, major)]
     if batch is not None and all(_divides(signature, factor, ranks, taken, symbols) for factor in signature.together):
         found += _together(signature)
@@ -75,12 +75,13 @@ def _divides(
     return alone and left == 1 and size.constant and size.coefficient > step * (ranks - 1)
 
 
-def _majors(size: Size, batch: Size, step: int) -> list[Size]:
+def _majors(size: Size, batch: Size, steps: Mapping[str, int] | None) -> list[Size]:
     """Within what a sequence in this size may be sharded: from its start, for each sample of a batch, or for each of
     several batches.
     """
     if "b" not in size.symbols or len(size.symbols) < 2 or size.coefficient % batch.coefficient:
         return [ONE]
+    step = max(steps[symbol] if steps else 1 for symbol in size.symbols if symbol != "b")
     times = size.coefficient // (batch.coefficient * step)
     several = [Size(times) * batch] if times > 1 and times * batch.coefficient * step == size.coefficient else []
     return [ONE, batch, *several]

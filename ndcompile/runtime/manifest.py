@@ -7,6 +7,8 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -190,7 +192,7 @@ class Manifest:
         sizes of a call, with pads.
         """
         for condition in self.conditions:
-            if not eval(condition, {"__builtins__": {}} | NUMBERS, dict(sizes)):
+            if not holds(condition, sizes):
                 named = ", ".join(
                     f"{name} = {size}" for name, size in sizes.items() if re.search(rf"\b{name}\b", condition)
                 )
@@ -222,6 +224,16 @@ class Manifest:
         made.arguments = [Argument(**a) for a in data["arguments"]]
         made.input_plans = [InputPlan(p["name"], p["dtype"], tuple(p["dims"])) for p in data["input_plans"]]
         return made
+
+
+def holds(condition: str, sizes: Mapping[str, int]) -> bool:
+    """Whether a condition is true of sizes by their symbols."""
+    return bool(eval(_code(condition), {"__builtins__": {}} | NUMBERS, dict(sizes)))
+
+
+@cache
+def _code(condition: str) -> CodeType:
+    return compile(condition, "<condition>", "eval")
 
 
 def digest(tensor: Tensor) -> str:

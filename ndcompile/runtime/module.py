@@ -151,7 +151,8 @@ class ParallelModule(nn.Module):
         tensors = manifest.tensors(args, kwargs)
         _check_autocast(tensors[0].device.type, manifest.autocast)
         manifest.check(tensors)
-        manifest.check_ways(self._sizes(manifest, tensors))
+        if manifest.conditions:
+            manifest.check_ways(self._sizes(manifest, tensors))
         for plan, tensor in zip(manifest.input_plans, tensors, strict=True):
             if private.is_distributed(tensor):
                 _check_placements(plan, tensor)

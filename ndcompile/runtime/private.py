@@ -237,6 +237,21 @@ def asked_of_sizes(size: torch.SymInt) -> Iterator[tuple[Any, bool]]:
         yield known.replace(guard.expr), place is not None and place.filename.startswith(own)
 
 
+def bounds(size: Any, ranges: Mapping[Any, tuple[int, int | None]]) -> tuple[Any, Any]:
+    """The least and the most that a size can be where its symbols are in their ranges; None where nothing is known.
+
+    For a relation of sizes whether it can be false, and whether it can be true.
+    """
+    from torch.utils._sympy.numbers import int_oo
+    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+    given = {x: ValueRanges(least, int_oo if most is None else most) for x, (least, most) in ranges.items()}
+    found = bound_sympy(size, given)
+    if found.is_bool:
+        return bool(found.lower), bool(found.upper)
+    return tuple(int(end) if end.is_Integer else None for end in (found.lower, found.upper))  # type: ignore[return-value]
+
+
 def decomposition(op: Any) -> Callable[..., Any] | None:
     """A function that does an op by others, where torch has one."""
     from torch._decomp import get_decompositions

@@ -28,7 +28,7 @@ MOVES = frozenset(
 )
 """Ops that move elements, or make zeros and ones: torch's own do that to residues as well."""
 
-CONSTANTS = frozenset("full_like new_full fill_ lift_fresh scalar_tensor empty full".split())
+CONSTANTS = frozenset("full_like new_full fill_ lift_fresh scalar_tensor empty full eye".split())
 """Ops that bring in true numbers."""
 
 

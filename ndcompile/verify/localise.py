@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ndcompile.axes import KINDS, data_ranks
+from ndcompile.axes import KINDS
 from ndcompile.codegen.segments import Segment, segments
 from ndcompile.fold import unfold
 from ndcompile.mesh import MeshSpec
@@ -21,6 +21,7 @@ from ndcompile.program import Program
 from ndcompile.reference import walk
 from ndcompile.rules.registry import describe, op_name
 from ndcompile.size import Size
+from ndcompile.units import symbol_sizes as units_of
 from ndcompile.verify.compare import BAR, Difference
 from ndcompile.verify.domain import Domain
 from ndcompile.verify.execute import alone, cotangent_scales, emitted, forward_of, result_layouts
@@ -247,10 +248,9 @@ def _lies(program: Program, node: fx.Node, layout: Layout) -> dict[tuple[int, st
 
 
 def _bases(program: Program) -> dict[str, int]:
-    """A symbol's number, in units of the ranks that it is a multiple of (`measure_values`)."""
-    data = data_ranks(program.mesh)
-    rest = program.mesh.world_size // data
-    return {name: size // (data if name == "b" else rest) for name, size in symbol_sizes(program).items()}
+    """A symbol's number, in units of what it is a multiple of (`measure_values`)."""
+    units = units_of(program.graph, program.mesh)
+    return {name: size // units[name].coefficient for name, size in symbol_sizes(program).items()}
 
 
 def _origin(node: fx.Node) -> fx.Node:

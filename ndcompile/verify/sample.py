@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,8 +18,11 @@ from ndcompile.labels import MOST_NUMBERS
 from ndcompile.mesh import MeshSpec
 from ndcompile.program import Program
 from ndcompile.rules.registry import arguments, op_name
-from ndcompile.runtime.manifest import as_dtype
+from ndcompile.runtime.manifest import as_dtype, holds
 from ndcompile.verify.domain import Domain
+
+LONGEST, TRIED = 8192, 8192
+"""Up to which length sequences are tried, and how many lengths, or sets of lengths where there are several."""
 
 
 @dataclass
@@ -111,14 +115,33 @@ def draw(
 
 
 def symbol_sizes(program: Program) -> dict[str, int]:
-    """A size for each symbol: `_samples` for each data rank, and a sequence that all axes divide."""
+    """A size for each symbol: `_samples` for each data rank, and the shortest sequences that all axes divide and for
+    which the program's conditions hold. (The batch is as small as the mesh lets it be, whatever was asked of it.)
+    """
     halves = 2 if program.manifest.halves else 1
-    found = {"b": _samples(program.mesh) * data_ranks(program.mesh) * halves}
-    symbols = {d for plan in program.manifest.input_plans for d in plan.dims if isinstance(d, str)} - {"b"}
-    for number, symbol in enumerate(sorted(symbols)):
-        unit = math.lcm(*program.manifest.multiples.get(symbol, {}).values(), 1)
-        found[symbol] = unit * max(1, -(-(6 + number) // unit))
-    return found
+    batch = {"b": _samples(program.mesh) * data_ranks(program.mesh) * halves}
+    symbols = sorted({d for plan in program.manifest.input_plans for d in plan.dims if isinstance(d, str)} - {"b"})
+    conditions = [text for text in program.manifest.conditions if not re.search(r"\bb\b", text)]
+    units = [math.lcm(*program.manifest.multiples.get(symbol, {}).values(), 1) for symbol in symbols]
+    least = [unit * max(1, -(-(6 + number) // unit)) for number, unit in enumerate(units)]
+    for lengths in _upwards(least, units):
+        found = dict(zip(symbols, lengths, strict=True))
+        if all(holds(condition, found) for condition in conditions):
+            return batch | found
+    raise CompileError(
+        f"no lengths up to {LONGEST} were found for which the program holds",
+        why="; ".join(conditions),
+        tries="example inputs for which other answers are given",
+    )
+
+
+def _upwards(least: Sequence[int], units: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Lengths from these on, by their sum; of several sequences fewer each. Shorter ones stand last."""
+    yield tuple(least)
+    count = round(TRIED ** (1 / max(1, len(least))))
+    longer = [range(first, LONGEST + 1, unit)[:count] for first, unit in zip(least, units, strict=True)]
+    yield from sorted(itertools.product(*longer), key=lambda lengths: (sum(lengths), lengths))
+    yield from itertools.product(*(range(unit, first, unit) for first, unit in zip(least, units, strict=True)))
 
 
 def _samples(mesh: MeshSpec) -> int:

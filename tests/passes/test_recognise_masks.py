@@ -290,8 +290,10 @@ def test_a_program_says_what_its_names_rest_on_and_which_masks_are_dense() -> No
     (dense,) = program.dense_masks()
     assert (dense.module, dense.bytes, dense.count, dense.why) == ("blocks.1", 4096**2, 1, OTHER)
     assert dense.source.endswith("F.scaled_dot_product_attention(given, given, given, attn_mask=mask)[:, 0])")
-    assert str(program).splitlines()[:4] == [
+    assert str(program).splitlines()[:6] == [
         '"""Held on dp_shard=2: emitted by ndcompile.',
+        "",
+        "It holds while s <= 24.",
         "",
         f'blocks.1: a dense mask of 16,777,216 bytes a rank, since {OTHER}"""',
         "",

@@ -12,7 +12,8 @@ from tests.rules.tries import Try, each, search
 WHOLE = {
     "runtime.fold",
     "runtime.literal",
-    *(f"aten.{name}.default" for name in "mean max argmax prod any all".split()),
+    "aten.eye.m",
+    *(f"aten.{name}.default" for name in "mean max argmax prod any all eye".split()),
 }
 """Rules that let no dim be sharded."""
 

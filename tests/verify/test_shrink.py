@@ -192,3 +192,26 @@ def test_convolutions_in_groups_and_what_a_forward_writes_at_small_sizes() -> No
     assert "n3000 = 3000" not in report.sizes[0]
     forgets = program.source.replace("1e-05)", "1e-05).detach()", 1)
     assert forgets != program.source and not nd.verify(program, seeds=1, microbatches=1, source=forgets).equal
+
+
+class Placed(nn.Module):
+    """Two tables, of ids and of places."""
+
+    places: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.mix = nn.Embedding(61, 12), nn.Embedding(40, 12), nn.Linear(12, 12)
+        self.register_buffer("places", torch.arange(40)[None])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.mix(self.tokens(ids) + self.positions(self.places[:, : ids.shape[1]]))
+        return y
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "cp=2"])
+def test_a_table_of_ids_is_called_so_though_ids_are_converted_before(mesh: str) -> None:
+    program = nd.compile(Placed(), mesh, torch.zeros(4, 8, dtype=torch.long))
+    small = next(shrink(program))
+    assert list(small.named) == list(program.made.emitted.sizes.table)
+    assert {"vocab": 61, "positions": 40}.items() <= program.made.emitted.sizes.table.items()

@@ -248,6 +248,10 @@ def filled(draw: Draw, op: str) -> Case:
     return case(op, numbers(draw, 0, 3), *([2.5] if "full" in op else []))
 
 
+def identity(draw: Draw, op: str) -> Case:
+    return case(op, *numbers(draw, 1, 1), *(numbers(draw, 1, 1) if op.endswith(".m") else []))
+
+
 def counted_up(draw: Draw, op: str) -> Case:
     """Forward and back, whole and in fractions."""
     start, length, step = draw(st.integers(-5, 5)), number(draw), draw(st.sampled_from([1, 2, -1, -3, 0.5]))
@@ -297,5 +301,6 @@ CALLS: Calls = {
     **calls("runtime.fold", folded),
     **calls("runtime.literal", literal),
     **calls("full.default zeros.default ones.default", filled),
+    **calls("eye.default eye.m", identity),
     **calls("arange.default arange.start arange.start_step", counted_up),
 }  # fmt: skip
