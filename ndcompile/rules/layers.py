@@ -195,8 +195,24 @@ ROWS = dict(mask="* s@ t!", key="", prefix="b u!", padding="b u!", documents="b 
 """What else attention may take, in the order in which it takes them: all that says of all keys is whole (`u`)."""
 
 
+def transformed(call: Call) -> Signature:
+    """Fourier transforms: linear, and whole along their dims, which may get another size."""
+    rank, given = len(call.output), call.arguments.get("dim")
+    if given is None:
+        given = range(-len(call.arguments.get("s") or range(rank)), 0)
+    acted = {d % rank for d in ([given] if isinstance(given, int) else given)}
+    source, target = (" ".join(f"{letter}{d}!" if d in acted else f"d{d}" for d in range(rank)) for letter in "xy")
+    return line(f"{source} -> {target}")(call)
+
+
+def spectrogram(call: Call) -> Signature:
+    """`stft`: linear in the signal and in the window, both whole."""
+    made = "* f! n!" if call.arguments["return_complex"] else "* f! n! c!"
+    return line(f"* t! -> {made}", f"(* t!)(w!) -> {made}")(call)
+
+
 def literal(call: Call) -> Signature:
-    """Values that are written out: whole everywhere."""
+    """Values that are written out, or of which each depends on its place: whole everywhere."""
     names = [f"d{i}" for i in range(len(call.output))]
     sizes = dict(zip(names, call.output, strict=True))
     return Signature((), tuple((name,) for name in names), sizes, whole=frozenset(names))
@@ -237,6 +253,25 @@ RULES: dict[str, Rule] = {
     "runtime.dropout": line("f(*, ) -> *"),
     "runtime.literal": literal,
     "runtime.fold": line("f() -> "),
+    "aten.cdist.default": line("f(* m d!, * n d!) -> * m n"),
+    **{
+        f"aten.fft_{way}{kind}{dims}.default": transformed
+        for way in ("", "i")
+        for kind in ("fft", "rfft")
+        for dims in ("", "2", "n")
+    },
+    "aten.stft.default": spectrogram,
+    "aten.eye.default": literal,
+    "aten.eye.m": literal,
+    "aten.linspace.default": literal,
+    "aten.logspace.default": literal,
+    "aten.tril_indices.default": literal,
+    "aten.triu_indices.default": literal,
+    **{
+        f"aten.{name}_window.{overload}": literal
+        for name in ("hann", "hamming", "blackman")
+        for overload in ("default", "periodic")
+    },
     "aten.arange.default": factory,
     "aten.arange.start": factory,
     "aten.arange.start_step": factory,
