@@ -166,7 +166,7 @@ class SizeNames:
                 also = self.names.get(self.root((node.name, dim)))
                 if name is not None and also is not None:
                     equal.add((also, name))
-            equal |= set(self._sums(node, dims))
+            equal |= set(self._sums(node, dims)) | set(self._beside_symbols(node))
         least = [found for node in graph.graph.nodes for found in self._reached(node)]
         full = sorted({found for node in graph.graph.nodes for found in self._full(node)})
         return SizeFacts(dict(self.table), dims, sorted(pair for pair in equal if pair[0] != pair[1]), least, full)
@@ -215,6 +215,16 @@ class SizeNames:
             for dim, several in enumerate(factors):
                 if len(several) > 1 and isinstance(value.meta["sizes"][dim], int):
                     yield value, dim, " * ".join(self._factor(node, f) for f in several)
+
+    def _beside_symbols(self, node: fx.Node) -> Iterator[tuple[str, str]]:
+        """A factor of a dim that has a symbol too is written as a number: `16*b` rows."""
+        signature = self.factors.get(node.name)
+        if signature is None or op_name(node.target) not in WRITTEN_SHAPES:
+            return
+        for dim, factors in enumerate(signature.output):
+            if not isinstance(node.meta["sizes"][dim], int):
+                constant = [f for f in factors if signature.sizes[f].constant and signature.sizes[f] != ONE]
+                yield from ((self._factor(node, f), str(signature.sizes[f])) for f in constant)
 
     def _sums(self, node: fx.Node, dims: Mapping[str, tuple[str | None, ...]]) -> Iterator[tuple[str, str]]:
         """Dims that are put together from others, or cut from them."""
@@ -294,6 +304,9 @@ class SizeNames:
 
 POSITIONS = 32
 """How long a dim stays of which a part as long as a sequence is taken, or a row for each place of one."""
+
+WRITTEN_SHAPES = ("aten.reshape.default", "aten.view.default", "aten._unsafe_view.default")
+"""Ops whose whole shape stands in the text."""
 
 PARTS = 16
 """In how many parts a dim may be for a place in it to be written as so many of them."""

@@ -209,3 +209,22 @@ def test_where_no_sizes_fit_the_error_says_which_programs_need_none(monkeypatch:
     program = nd.compile(Resized(), "dp_shard=2", torch.zeros(4, 3, 8, 8))
     with pytest.raises(nd.CompileError, match="at most 2,000,000 parameters on at most 16 ranks"):
         nd.verify(program, seeds=1, microbatches=1)
+
+
+class Rows(nn.Module):
+    """Parts of each sample as rows, whose number is one of the batch and of a number: `100*b`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(2000, 1200), nn.Linear(12, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.up(x).reshape(-1, 12))
+        return y
+
+
+def test_a_number_beside_a_symbol_keeps_its_size() -> None:
+    program = nd.compile(Rows(), "dp_shard=2", torch.zeros(4, 2000))
+    assert "reshape(100*b, n12)" in str(program)
+    report = nd.verify(program, seeds=1, microbatches=1)
+    assert report.equal and "n2000 = 2000" not in report.sizes[0], report
