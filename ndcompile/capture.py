@@ -259,7 +259,9 @@ def _not_captured(model: nn.Module, error: Exception) -> CompileError:
         f"{type(model).__name__} cannot be traced with the example inputs",
         source=source,
         why=f"{type(error).__name__}: {(text.strip().splitlines() or [''])[0][:300]}",
-        tries="inputs with which the model runs on one device",
+        tries="inputs that it makes itself where none are given, as attention_mask=: while traced it may not make them"
+        if "'NoneType' object" in text
+        else "inputs with which the model runs on one device",
     )
 
 

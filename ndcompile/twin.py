@@ -168,7 +168,8 @@ def around_forward(model: nn.Module, made: Callable[[], AbstractContextManager[A
 
 
 FACTORIES = frozenset(
-    {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros}
+    {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.logspace, torch.ones, torch.zeros}
+    | {torch.hann_window, torch.hamming_window, torch.blackman_window}
     | {
         torch.rand,
         torch.randint,
@@ -203,6 +204,8 @@ class WhereInputsAre(TorchFunctionMode):
         device = kwargs.get("device")
         if function in VALUED and not (args and isinstance(args[0], Tensor)):
             return function(*args, **kwargs | {"device": None}).to("meta" if device is None else device)
+        if function is Tensor.new_tensor and not isinstance(args[1], Tensor):
+            return torch.tensor(args[1], dtype=kwargs.get("dtype") or args[0].dtype).to(device or args[0].device)
         if function is Tensor.__getitem__:
             return function(args[0], _listed_places(args[1]))
         if function is F.cross_entropy:

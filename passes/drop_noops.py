@@ -41,7 +41,7 @@ def drop_noops(graph: fx.GraphModule) -> fx.GraphModule:
         elif is_noop(node) or node in idle:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
-        elif node.target is aten.view.default:
+        elif node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default  # copies that made a view possible are gone
         elif node.target is aten.broadcast_to.default:
             node.target = aten.expand.default

@@ -60,7 +60,7 @@ def _cross_entropy(build: Builder, node: fx.Node) -> fx.Node:
             source=node.meta["source"],
             tries="integer targets without weight=",
         )
-    logits, target = _rows(build, logits, target)
+    logits, target = _rows(build, node, logits, target)
     losses = build(
         runtime.cross_entropy, logits, target, None, None, given["ignore_index"], given["label_smoothing"],
         sizes=target.meta["sizes"], dtype=logits.meta["dtype"],
@@ -80,7 +80,7 @@ def _negative_log_likelihood(build: Builder, node: fx.Node) -> fx.Node:
             why="" if weighted else "torch takes its result for one number while it traces a model without memory",
             tries="nll_loss without weight=" if weighted else "-x.gather(1, target.unsqueeze(1)).squeeze(1)",
         )
-    x, target = _rows(build, given["self"], given["target"])
+    x, target = _rows(build, node, given["self"], given["target"])
     tokens, dtype, whole = target.meta["sizes"], x.meta["dtype"], target.meta["dtype"]
     counted = _that_count(build, target, given["ignore_index"])
     index = build(aten.where.ScalarOther, counted, target, 0, sizes=tokens, dtype=whole)
@@ -110,9 +110,17 @@ def _of_tokens(build: Builder, node: fx.Node, losses: fx.Node, counted: Callable
     return reduced
 
 
-def _rows(build: Builder, logits: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _rows(build: Builder, node: fx.Node, logits: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Logits as [tokens, classes]: torch has the classes at dim 1 of more dims, at dim 0 of one."""
     sizes, dtype = logits.meta["sizes"], logits.meta["dtype"]
+    if len(sizes) > 2 and (sizes[0], *sizes[2:]) != target.meta["sizes"]:
+        raise CompileError(
+            f"the targets of a loss are of sizes {list(target.meta['sizes'])}, its scores of {list(sizes)}",
+            node=describe(node),
+            source=node.meta["source"],
+            why="a size of an input that the model lets be any is not the fixed one that the scores have",
+            tries='dynamic_dims={"the targets\' name": {0: "b"}}, which fixes their other sizes',
+        )
     if len(sizes) == 2:
         return logits, target
     if logits.target is target.target is aten.unsqueeze.default and sizes[2:] == (1,):

@@ -624,3 +624,26 @@ def test_a_model_that_keeps_keys_and_values_is_refused_with_the_option_that_help
     )
     model.config.use_cache = False
     nd.compile(model, "", {"input_ids": ids})
+
+
+class Defaults(nn.Module):
+    """Makes a mask where none is given, but for a tracer, as T5's encoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        if attention_mask is None and not torch.compiler.is_compiling():
+            attention_mask = torch.ones_like(x[:, 0])
+        y: Tensor = self.linear(x) * attention_mask[:, None]
+        return y
+
+
+def test_what_a_model_makes_itself_may_have_to_be_given() -> None:
+    x = torch.ones(4, 4)
+    assert Defaults()(x).shape == (4, 4)
+    with pytest.raises(nd.CompileError, match="inputs that it makes itself where none are given, as attention_mask="):
+        nd.compile(Defaults(), "dp_shard=2", x)
+    program = nd.compile(Defaults(), "dp_shard=2", dict(x=x, attention_mask=torch.ones(4)))
+    assert nd.verify(program, seeds=1).equal

@@ -313,3 +313,36 @@ def test_the_duty_table_says_who_reduces_each_gradient() -> None:
     up = rows["layers.0.mlp.up.weight", "tp"]
     assert up.cotangent.kind == "S" and up.reductions == ()
     assert rows["layers.0.mlp.up.weight", "dp_shard"].reductions == ("reduce_scatter",)
+
+
+class Shadowed(nn.Module):
+    """A layer that is called as the size of a dim is, and its result reshaped to that size."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.n20, self.vocab = nn.Linear(width, 20), nn.Embedding(12, width)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.n20(self.vocab(ids)).unflatten(1, (2, -1)).flatten(0, 1).reshape(-1, 20)
+        return y
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "dp_shard=2, tp=2"])
+def test_a_layer_may_be_called_as_a_size_is(mesh: str) -> None:
+    program = nd.compile(Shadowed(8), mesh, torch.zeros(4, 6, dtype=torch.long))
+    assert "n20 = F.linear" in str(program) and "n20_ = 20" in str(program)
+    assert nd.verify(program, seeds=1).equal
+
+
+def test_a_range_without_a_step_is_written_without_one() -> None:
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = x + self.table(torch.arange(3, 7)).sum(0) + self.table(torch.arange(3, 9, 2)).sum(0)
+            return y
+
+    text = str(nd.compile(Places(), "dp_shard=2", torch.zeros(4, 4)))
+    assert "torch.arange(3, 7, device=x.device)" in text and "torch.arange(3, 9, 2, device=x.device)" in text

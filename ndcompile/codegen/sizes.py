@@ -11,6 +11,8 @@ import sympy
 import torch
 from torch import fx
 
+from ndcompile.codegen.made_sizes import made_sizes
+from ndcompile.codegen.names import value_name
 from ndcompile.codegen.written import written
 from ndcompile.mesh import MeshSpec
 from ndcompile.rules.notation import Signature
@@ -57,9 +59,12 @@ class SizeNames:
     names: dict[Element, str] = field(default_factory=dict)
     factors: dict[str, Signature] = field(default_factory=dict)
     table: dict[str, int] = field(default_factory=dict)
+    values: set[str] = field(default_factory=set)
+    """What values are called, and so no size may be: a layer may be called `hidden`, or `n2`."""
 
     def learn(self, graph: fx.GraphModule, signatures: Mapping[fx.Node, Signature]) -> None:
         """Tie dims together along every op, then name the classes that have a usual name."""
+        self.values = {value_name(node) for node in graph.graph.nodes if "shape" in node.meta}
         for node in graph.graph.nodes:
             for dim, size in enumerate(node.meta.get("shape", ())):
                 if size.constant and size != ONE:
@@ -124,7 +129,7 @@ class SizeNames:
         value = self.number.get(root, 0)
         if not value:
             return ""
-        while self.table.setdefault(name, value) != value:
+        while name in self.values or self.table.setdefault(name, value) != value:
             name += "_"
         self.names[root] = name
         return name
@@ -160,7 +165,7 @@ class SizeNames:
                 also = self.names.get(self.root((node.name, dim)))
                 if name is not None and also is not None:
                     equal.add((also, name))
-            equal |= set(self._sums(node, dims))
+            equal |= set(self._sums(node, dims)) | set(self._beside_symbols(node))
         least = [found for node in graph.graph.nodes for found in self._reached(node)]
         full = sorted({found for node in graph.graph.nodes for found in self._full(node)})
         return SizeFacts(dict(self.table), dims, sorted(pair for pair in equal if pair[0] != pair[1]), least, full)
@@ -210,11 +215,20 @@ class SizeNames:
                 if len(several) > 1 and isinstance(value.meta["sizes"][dim], int):
                     yield value, dim, " * ".join(self._factor(node, f) for f in several)
 
+    def _beside_symbols(self, node: fx.Node) -> Iterator[tuple[str, str]]:
+        """A factor of a dim that has a symbol too is written as a number: `16*b` rows."""
+        signature = self.factors.get(node.name)
+        if signature is None or op_name(node.target) not in WRITTEN_SHAPES:
+            return
+        for dim, factors in enumerate(signature.output):
+            if not isinstance(node.meta["sizes"][dim], int):
+                constant = [f for f in factors if signature.sizes[f].constant and signature.sizes[f] != ONE]
+                yield from ((self._factor(node, f), str(signature.sizes[f])) for f in constant)
+
     def _sums(self, node: fx.Node, dims: Mapping[str, tuple[str | None, ...]]) -> Iterator[tuple[str, str]]:
         """Dims that are put together from others, or cut from them."""
         name = op_name(node.target) if node.op == "call_function" else ""
-        if name in CONVOLUTIONS:
-            yield from self._windows(node, dims)
+        yield from made_sizes(node, dims)
         if name not in ("aten.cat.default", "aten.slice.Tensor", "_operator.getitem") or "sizes" not in node.meta:
             return
         values = operands(node)
@@ -240,19 +254,6 @@ class SizeNames:
             yield str(dims[node.name][dim]), str(node.meta["sizes"][dim])
         elif arguments(node)["step"] == 1 and not isinstance(arguments(node)["end"], fx.Node):
             yield str(dims[node.name][dim]), self._length(values[0], dim, arguments(node))
-
-    def _windows(self, node: fx.Node, dims: Mapping[str, tuple[str | None, ...]]) -> Iterator[tuple[str, str]]:
-        """How many places a kernel has in each spatial dim of a convolution's input; how channels are grouped."""
-        given = arguments(node)
-        inputs, kernels, groups = dims[given["input"].name], dims[given["weight"].name], given["groups"]
-        if groups > 1:
-            yield str(inputs[1]), f"{groups} * {kernels[1]}"
-            yield str(kernels[0]), f"{groups} * ({kernels[0]} // {groups})"
-        for i in range(len(node.meta["sizes"]) - 2):
-            pad, step, apart = (given[k][i % len(given[k])] if given[k] else d
-                                for k, d in (("padding", 0), ("stride", 1), ("dilation", 1)))  # fmt: skip
-            span = f"{inputs[i + 2]} + {2 * pad} - {apart} * ({kernels[i + 2]} - 1) - 1"
-            yield str(dims[node.name][i + 2]), f"({span}) // {step} + 1"
 
     def _length(self, source: fx.Node, dim: int, given: Mapping[str, Any]) -> str:
         size = source.meta["sizes"][dim]
@@ -314,11 +315,11 @@ def _is_input(value: fx.Node) -> bool:
 POSITIONS = 32
 """How long a dim stays of which a part as long as a sequence is taken, or a row for each place of one."""
 
+WRITTEN_SHAPES = ("aten.reshape.default", "aten.view.default", "aten._unsafe_view.default")
+"""Ops whose whole shape stands in the text."""
+
 PARTS = 16
 """In how many parts a dim may be for a place in it to be written as so many of them."""
-
-
-CONVOLUTIONS = ("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default")
 
 
 def axis_name(names: tuple[str, ...]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ndcompile.rules.notation import Call, Rule, RuleError, Signature, line
 from ndcompile.size import ONE
 
@@ -14,11 +16,14 @@ def matmul(call: Call) -> Signature:
     return line(f"({left})({right}) -> {out}")(call)
 
 
-def addmm(call: Call) -> Signature:
-    """`addmm`, `baddbmm`: the bias has any rank, and its dims are the last ones of the output."""
-    batch = "b " * (len(call.output) - 2)
-    bias = " ".join(f"{batch}m n".split()[len(call.output) - len(call.operands[0]) :])
-    return line(f"({bias}) + ({batch}m k)({batch}k n) -> {batch}m n")(call)
+def plus(product: str, output: str) -> Rule:
+    """`addmm` and its kind: a bias of any rank, whose dims are the last ones of the output, and a product."""
+
+    def rule(call: Call) -> Signature:
+        bias = " ".join(output.split()[len(call.output) - len(call.operands[0]) :])
+        return line(f"({bias}) + {product} -> {output}")(call)
+
+    return rule
 
 
 def einsum(call: Call) -> Signature:
@@ -54,13 +59,31 @@ def reduction(linear: bool) -> Rule:
     return rule
 
 
+def solved(call: Call) -> Signature:
+    """`solve(A, B)` for columns, or for one vector: linear in `B`, and each column is solved for itself."""
+    matrix, right = call.operands
+    one = len(right) == 1 or (len(right) + 1 == len(matrix) and right == matrix[:-1])
+    bound = line("f(* m! n!, * m!) -> * m!" if one else "f(* m! n!, * m! k) -> * m! k")(call)
+    return replace(bound, terms=((0, 1),), carriers=frozenset({1}))
+
+
+MATRICES = line("f(* m! n!) -> * m! n!")
+"""Of each of the matrices of a batch another one."""
+
+DETERMINANTS = line("f(* m! n!) -> *")
+
 RULES: dict[str, Rule] = {
     "aten.mm.default": line("(m k)(k n) -> m n"),
     "aten.bmm.default": line("(b m k)(b k n) -> b m n"),
     "aten.matmul.default": matmul,
+    "aten.mv.default": line("(m k)(k) -> m"),
+    "aten.dot.default": line("(k)(k) -> "),
+    "aten.vdot.default": line("(k)(k) -> "),
+    "aten.addmv.default": plus("(m k)(k)", "m"),
+    "aten.addbmm.default": plus("(b m k)(b k n)", "m n"),
     "aten.einsum.default": einsum,
-    "aten.addmm.default": addmm,
-    "aten.baddbmm.default": addmm,
+    "aten.addmm.default": plus("(m k)(k n)", "m n"),
+    "aten.baddbmm.default": plus("(b m k)(b k n)", "b m n"),
     "aten.linear.default": line("(* k)(n k) -> * n", "(* k)(n k) + n -> * n"),
     "aten.sum.default": reduction(linear=True),
     "aten.sum.dim_IntList": reduction(linear=True),
@@ -69,7 +92,14 @@ RULES: dict[str, Rule] = {
     "aten.amax.default": reduction(linear=False),
     "aten.amin.default": reduction(linear=False),
     "aten.max.default": reduction(linear=False),
+    "aten.min.default": reduction(linear=False),
     "aten.argmax.default": reduction(linear=False),
+    "aten.argmin.default": reduction(linear=False),
+    "aten.median.default": reduction(linear=False),
+    "aten.nansum.default": reduction(linear=False),
+    "aten.aminmax.default": reduction(linear=False),
+    "aten.var_mean.correction": reduction(linear=False),
+    "aten.std_mean.correction": reduction(linear=False),
     "aten.var.correction": reduction(linear=False),
     "aten.var.dim": reduction(linear=False),
     "aten.std.correction": reduction(linear=False),
@@ -78,7 +108,26 @@ RULES: dict[str, Rule] = {
     "aten.prod.dim_int": reduction(linear=False),
     "aten.logsumexp.default": reduction(linear=False),
     "aten.linalg_vector_norm.default": reduction(linear=False),
+    "aten.norm.Scalar": reduction(linear=False),
     "aten.norm.ScalarOpt_dim": reduction(linear=False),
     "aten.any.default": reduction(linear=False),
+    "aten.any.dim": reduction(linear=False),
+    "aten.any.dims": reduction(linear=False),
+    "aten.all.dim": reduction(linear=False),
+    "aten.all.dims": reduction(linear=False),
     "aten.all.default": reduction(linear=False),
+    **dict.fromkeys(
+        [
+            f"aten.{name}.default"
+            for name in ("linalg_inv", "inverse", "linalg_cholesky", "cholesky", "matrix_exp", "linalg_matrix_exp")
+        ],
+        MATRICES,
+    ),
+    **dict.fromkeys(
+        [f"aten.{name}.default" for name in ("linalg_det", "det", "logdet", "linalg_slogdet", "slogdet")], DETERMINANTS
+    ),
+    "aten.linalg_eigvalsh.default": line("f(* m! n!) -> * n!"),
+    "aten.linalg_svdvals.default": line("f(* m! n!) -> * k!"),
+    "aten.linalg_solve.default": solved,
+    "aten.linalg_solve_triangular.default": solved,
 }

@@ -195,6 +195,22 @@ ROWS = dict(mask="* s@ t!", key="", prefix="b u!", padding="b u!", documents="b 
 """What else attention may take, in the order in which it takes them: all that says of all keys is whole (`u`)."""
 
 
+def transformed(call: Call) -> Signature:
+    """Fourier transforms: linear, and whole along their dims, which may get another size."""
+    rank, given = len(call.output), call.arguments.get("dim")
+    if given is None:
+        given = range(-len(call.arguments.get("s") or range(rank)), 0)
+    acted = {d % rank for d in ([given] if isinstance(given, int) else given)}
+    source, target = (" ".join(f"{letter}{d}!" if d in acted else f"d{d}" for d in range(rank)) for letter in "xy")
+    return line(f"{source} -> {target}")(call)
+
+
+def spectrogram(call: Call) -> Signature:
+    """`stft`: linear in the signal and in the window, both whole."""
+    made = "* f! n!" if call.arguments["return_complex"] else "* f! n! c!"
+    return line(f"* t! -> {made}", f"(* t!)(w!) -> {made}")(call)
+
+
 def made_whole(call: Call) -> Signature:
     """Values that are written out, or depend on their place in more than one dim: whole everywhere."""
     names = [f"d{i}" for i in range(len(call.output))]
@@ -238,12 +254,29 @@ RULES: dict[str, Rule] = {
     "runtime.literal": made_whole,
     "runtime.uniform": factory,
     "runtime.fold": line("f() -> "),
+    "aten.cdist.default": line("f(* m d!, * n d!) -> * m n"),
+    **{
+        f"aten.fft_{way}{kind}{dims}.default": transformed
+        for way in ("", "i")
+        for kind in ("fft", "rfft")
+        for dims in ("", "2", "n")
+    },
+    "aten.stft.default": spectrogram,
+    "aten.eye.default": made_whole,
+    "aten.eye.m": made_whole,
+    "aten.linspace.default": made_whole,
+    "aten.logspace.default": made_whole,
+    "aten.tril_indices.default": made_whole,
+    "aten.triu_indices.default": made_whole,
+    **{
+        f"aten.{name}_window.{overload}": made_whole
+        for name in ("hann", "hamming", "blackman")
+        for overload in ("default", "periodic")
+    },
     "aten.arange.default": factory,
     "aten.arange.start": factory,
     "aten.arange.start_step": factory,
     "aten.full.default": factory,
     "aten.zeros.default": factory,
     "aten.ones.default": factory,
-    "aten.eye.default": made_whole,
-    "aten.eye.m": made_whole,
 }

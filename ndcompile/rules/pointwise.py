@@ -20,6 +20,12 @@ def where(call: Call) -> Signature:
     return Signature(bound.operands, bound.output, bound.sizes, ((0, 1), (0, 2)), frozenset({1, 2}))
 
 
+def mixed(call: Call) -> Signature:
+    """`lerp` with a weight for each element: `(1 - w)·a + w·b`, linear in both ends."""
+    bound = line("f(*, *, *) -> *")(call)
+    return Signature(bound.operands, bound.output, bound.sizes, ((0, 2), (1, 2)), frozenset({0, 1}))
+
+
 def cast_like(call: Call) -> Signature:
     """The second operand lends its dtype alone: sharded with the first where their shapes agree, else whole."""
     first, second = call.operands
@@ -34,8 +40,12 @@ def _named(rule: Rule, names: str) -> dict[str, Rule]:
 
 
 RULES: dict[str, Rule] = {
-    **_named(LINEAR, "neg.default mul.Scalar div.Scalar"),
-    **_named(SUM, "lerp.Scalar add.Tensor sub.Tensor add.Scalar sub.Scalar rsub.Scalar"),
+    **_named(
+        LINEAR,
+        "neg.default mul.Scalar div.Scalar deg2rad.default rad2deg.default _conj.default conj_physical.default "
+        "resolve_conj.default",
+    ),
+    **_named(SUM, "complex.default lerp.Scalar add.Tensor sub.Tensor add.Scalar sub.Scalar rsub.Scalar"),
     **_named(PRODUCT, "mul.Tensor"),
     **_named(QUOTIENT, "div.Tensor"),
     **_named(
@@ -49,6 +59,10 @@ RULES: dict[str, Rule] = {
         "eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar log1p.default expm1.default floor.default "
         "ceil.default round.default trunc.default log2.default exp2.default tan.default atan.default sinh.default "
         "cosh.default log_sigmoid.default selu.default celu.default hardsigmoid.default nan_to_num.default "
+        "frac.default sinc.default erfinv.default lgamma.default digamma.default polygamma.default logit.default "
+        "hardshrink.default softshrink.default threshold.default signbit.default i0.default angle.default "
+        "__lshift__.Scalar __rshift__.Scalar bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor_Scalar "
+        "bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar __and__.Scalar __or__.Scalar __xor__.Scalar "
         "to.dtype to.device to.dtype_layout _to_copy.default",
     ),
     **_named(
@@ -57,9 +71,15 @@ RULES: dict[str, Rule] = {
         "bitwise_and.Tensor bitwise_or.Tensor __and__.Tensor __or__.Tensor maximum.default minimum.default "
         "pow.Tensor_Tensor floor_divide.default remainder.Scalar remainder.Tensor masked_fill.Scalar "
         "max.other min.other polar.default clamp_min.Tensor clamp_max.Tensor atan2.default fmod.Scalar fmod.Tensor "
+        "hypot.default heaviside.default copysign.Tensor logaddexp.default logaddexp2.default __xor__.Tensor "
+        "bitwise_left_shift.Tensor bitwise_right_shift.Tensor _prelu_kernel.default "
         "bitwise_xor.Tensor logical_xor.default div.Tensor_mode div.Scalar_mode xlogy.Tensor",
     ),
+    "aten.lerp.Tensor": mixed,
     "aten.clamp.Tensor": line("f(*) -> *", "f(*, *) -> *", "f(*, *, *) -> *"),
+    "aten.addcmul.default": line("* + (*)(*) -> *"),
+    "aten.addcdiv.default": line("* + (*)/(*) -> *"),
+    "aten.bucketize.Tensor": line("f(*, b!) -> *"),
     "aten.to.other": cast_like,
     "aten.type_as.default": cast_like,
     "aten.masked_fill.Tensor": line("f(*, *, ) -> *"),

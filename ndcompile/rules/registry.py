@@ -9,11 +9,13 @@ import torch
 from torch import fx
 
 from ndcompile.errors import CompileError
-from ndcompile.rules import contract, layers, pointwise, routing, views
+from ndcompile.rules import contract, images, layers, pointwise, routing, views
 from ndcompile.rules.notation import Call, Rule, RuleError, Signature, line
 from ndcompile.size import Shape
 
-RULES: dict[str, Rule] = {**views.RULES, **pointwise.RULES, **contract.RULES, **layers.RULES, **routing.RULES}
+RULES: dict[str, Rule] = {
+    **views.RULES, **pointwise.RULES, **contract.RULES, **layers.RULES, **routing.RULES, **images.RULES
+}  # fmt: skip
 """Every rule that is known. `register_rule` adds to it."""
 
 _BUILT_IN = dict(RULES)

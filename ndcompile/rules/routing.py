@@ -28,6 +28,13 @@ def overwritten(call: Call) -> Signature:
     return line(f"f({', '.join([x, index, index][: len(call.operands)])}) -> {x}")(call)
 
 
+def reduced(call: Call) -> Signature:
+    """`scatter_reduce`: a sum that starts from `x` is `scatter_add`; else `dim` is whole in all."""
+    if call.arguments["reduce"] == "sum" and call.arguments["include_self"]:
+        return scattered(call)
+    return overwritten(call)
+
+
 def _scattered(call: Call, along: str) -> tuple[str, str]:
     """The dims of `x`, and those of the index and of the tensor that is written, which are of one shape."""
     target, index, *source = call.operands
@@ -51,6 +58,19 @@ def added(call: Call) -> Signature:
     return line(f"({x}) + (j)({s}) -> {x}")(call)
 
 
+def put(linear: bool) -> Rule:
+    """One index for each slice that takes the place of what is there, or is reduced with it: `dim` is whole in all."""
+
+    def rule(call: Call) -> Signature:
+        rank = len(call.operands[0])
+        at = call.arguments["dim"] % rank if rank else 0
+        x, s = (" ".join(other if d == at else f"d{d}" for d in range(rank)) for other in ("x!", "j!"))
+        x, i, *more = [x, "j!", s][: len(call.operands)]
+        return line(f"({x}) + ({i})({more[0]}) -> {x}" if linear else f"f({', '.join([x, i, *more])}) -> {x}")(call)
+
+    return rule
+
+
 def taken(call: Call) -> Signature:
     """`index_select(x, dim, index)`: linear in `x`, which is whole along `dim`."""
     rank = len(call.operands[0])
@@ -58,6 +78,11 @@ def taken(call: Call) -> Signature:
     x = " ".join("x!" if d == at else f"d{d}" for d in range(rank))
     y = " ".join("j" if d == at else f"d{d}" for d in range(rank))
     return line(f"({x})(j) -> {y}")(call)
+
+
+def searched(call: Call) -> Signature:
+    """`searchsorted(sorted, x)`: what is sorted is whole; of several rows each has its own."""
+    return line("f(b!, *) -> *" if len(call.operands[0]) == 1 else "f(* b!, * n) -> * n")(call)
 
 
 def counted(call: Call) -> Signature:
@@ -99,13 +124,21 @@ RULES: dict[str, Rule] = {
     "aten.sort.stable": SORTED,
     "aten.argsort.default": SORTED,
     "aten.argsort.stable": SORTED,
+    "aten.median.dim": PICKED,
+    "aten.mode.default": PICKED,
+    "aten.kthvalue.default": PICKED,
     "aten.max.dim": PICKED,
     "aten.min.dim": PICKED,
     "aten.scatter_add.default": scattered,
+    "aten.scatter_reduce.two": reduced,
     "aten.scatter.src": overwritten,
     "aten.scatter.value": overwritten,
     "aten.index_add.default": added,
+    "aten.index_copy.default": put(linear=True),
+    "aten.index_reduce.default": put(linear=False),
+    "aten.index_fill.int_Scalar": put(linear=False),
     "aten.index_select.default": taken,
+    "aten.searchsorted.Tensor": searched,
     "aten.one_hot.default": line("f(*) -> * c!"),
     "runtime.histogram": counted,
     "aten.repeat_interleave.self_int": repeated,

@@ -141,6 +141,31 @@ def select_scatter(call: Call) -> Signature:
     return Signature((dims, _dims(kept, sizes)), dims, sizes, ((0,), (1,)), frozenset({0, 1}), whole)
 
 
+def unfolded(call: Call) -> Signature:
+    """`x.unfold(dim, size, step)`: windows of one dim, which is whole; a window is the last dim."""
+    names, _ = _names(call.operands[0])
+    acted = names[call.arguments["dimension"] % len(names)] if names else ""
+    places = [f"{name}!" if name == acted else name for name in names]
+    made = ["u!" if name == acted else name for name in names]
+    return line(f"{' '.join(places)} -> {' '.join([*made, 'w!'])}")(call)
+
+
+def diagonal(call: Call) -> Signature:
+    """Of two dims, which are whole, a new last one."""
+    names, _ = _names(call.operands[0])
+    gone = {names[call.arguments[dim] % len(names)] for dim in ("dim1", "dim2")}
+    given = [f"{name}!" if name in gone else name for name in names]
+    return line(f"{' '.join(given)} -> {' '.join([*(n for n in names if n not in gone), 'g!'])}")(call)
+
+
+def on_a_diagonal(call: Call) -> Signature:
+    """`diag_embed`: of the last dim two, with zeros between: all three are whole."""
+    names, _ = _names(call.operands[0])
+    made, rank = iter(names[:-1]), len(call.output)
+    new = {call.arguments[dim] % rank: f"g{number}!" for number, dim in enumerate(("dim1", "dim2"))}
+    return line(f"{' '.join([*names[:-1], 'g!'])} -> {' '.join(new.get(d) or next(made) for d in range(rank))}")(call)
+
+
 RULES: dict[str, Rule] = {
     "aten.view.default": reshape,
     "aten.reshape.default": reshape,
@@ -182,7 +207,17 @@ RULES: dict[str, Rule] = {
     "aten.roll.default": roll,
     "aten.flip.default": flip,
     "aten.pad.default": pad,
+    "aten.constant_pad_nd.default": pad,
+    "aten.unfold.default": unfolded,
+    "aten.diagonal.default": diagonal,
+    "aten.diagonal_copy.default": diagonal,
+    "aten.diag_embed.default": on_a_diagonal,
+    "aten.trace.default": line("m! n! -> "),
     "aten.cumsum.default": along(),
+    "aten.cumprod.default": along(linear=False),
+    "aten.cummax.default": along(linear=False),
+    "aten.cummin.default": along(linear=False),
+    "aten.logcumsumexp.default": along(linear=False),
     "aten.diff.default": along(default=-1),
     "aten.tril.default": line("* t! u! -> * t! u!"),
     "aten.triu.default": line("* t! u! -> * t! u!"),

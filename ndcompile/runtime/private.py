@@ -264,11 +264,11 @@ def is_composed(op: Any) -> bool:
     return bool(op._can_decompose())
 
 
-def traced(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:
-    """What a function calls, op by op, for tensors without memory."""
+def traced(function: Callable[..., Any], values: Sequence[Any], composed: bool) -> torch.fx.GraphModule:
+    """What a function calls, op by op, for tensors without memory; ops that are composed of others too, or those."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    return make_fx(function)(*values)
+    return make_fx(function, pre_dispatch=composed)(*values)
 
 
 def is_recording() -> bool:

@@ -52,7 +52,9 @@ def _fitting(program: Program, model: nn.Module | None, ranks: dict[str, int]) -
             continue
         return small
     raise CompileError(
-        "no small sizes were found at which the model runs", why=str(failure), tries="a smaller configuration"
+        "no small sizes were found at which the model runs",
+        why=str(failure),
+        tries=f"a configuration of at most {ELEMENTS:,} parameters on at most {RANKS} ranks: it runs at its own sizes",
     ) from failure
 
 

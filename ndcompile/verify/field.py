@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ndcompile.runtime import private
 from ndcompile.verify.domain import Domain, NotInDomain, Op, ZeroDenominator, base_name, is_element, wide
+from ndcompile.verify.field_images import IMAGES
 from ndcompile.verify.field_layers import LAYERS
 from ndcompile.verify.field_ops import CONSTANTS, FUNCTIONS, MOVES, OPS
 from ndcompile.verify.known import Known
@@ -178,8 +179,8 @@ class Field(Domain):
 def meaning_of(op: Op) -> tuple[str, str, Any]:
     """An op's name, of which kind it is in the field, and what does it there."""
     name = base_name(op)
-    if name in LAYERS:
-        return name, "op", LAYERS[name]
+    if name in LAYERS or name in IMAGES:
+        return name, "op", LAYERS.get(name) or IMAGES[name]
     if name in MOVES:
         return name, "moves", None
     if name in CONSTANTS:

@@ -19,14 +19,25 @@ LONGEST = 1 << 13
 
 MOVES = frozenset(
     "view _unsafe_view reshape alias detach clone t transpose permute movedim unsqueeze squeeze expand slice select "
-    "narrow split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unbind as_strided as_strided_ cat "
-    "stack copy_ copy _foreach_copy_ lift_fresh_copy contiguous embedding index_select index gather take_along_dim "
+    "narrow split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unbind as_strided as_strided_ cat stack "
+    "copy_ copy _foreach_copy_ lift_fresh_copy contiguous embedding index_select index gather take_along_dim "
     "masked_fill_zero slice_backward select_backward slice_scatter select_scatter unfold diagonal flip roll repeat "
-    "zeros_like empty_like new_empty new_zeros empty_strided zero_ new_empty_strided tril triu _reshape_alias "
-    "view_as constant_pad_nd_zero masked_select resize_ isinf isnan unfold_backward diagonal_backward ones_like "
-    "new_ones view_as_real view_as_complex".split()
+    "zeros_like empty_like new_empty new_zeros empty_strided zero_ new_empty_strided tril triu _reshape_alias view_as "
+    "constant_pad_nd_zero masked_select resize_ isinf isnan diagonal_backward ones_like "
+    "new_ones view_as_real view_as_complex complex diag_embed diagonal_copy index_copy im2col upsample_nearest1d "
+    "upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
+    "_upsample_nearest_exact3d reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
+    "replication_pad3d max_unpool2d max_unpool3d transpose_ squeeze_ unsqueeze_".split()
 )
 """Ops that move elements, or make zeros and ones: torch's own do that to residues as well."""
+
+SUMS = (
+    "unfold_backward col2im upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward "
+    "_upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward "
+    "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward "
+    "replication_pad2d_backward replication_pad3d_backward trace nansum"
+).split()
+"""Ops that add up elements that they move."""
 
 CONSTANTS = frozenset("full_like new_full fill_ lift_fresh scalar_tensor empty full eye".split())
 """Ops that bring in true numbers."""
@@ -56,8 +67,10 @@ def _div(d: Field, a: Any, b: Any, rounding_mode: str | None = None) -> Tensor:
 
 
 def _pow(d: Field, x: Tensor, exponent: Any) -> Tensor:
-    if not isinstance(x, Tensor) or isinstance(exponent, Tensor):
-        raise NotInDomain("a power of a constant, or to a tensor, has no meaning in the prime field")
+    if not isinstance(x, Tensor):
+        return d.function(("power of", x), exponent)
+    if isinstance(exponent, Tensor):
+        raise NotInDomain("a power to a tensor has no meaning in the prime field")
     if exponent != int(exponent) or abs(exponent) > 16:
         return d.function("sqrt" if exponent == 0.5 else "rsqrt" if exponent == -0.5 else ("pow", exponent), x)
     factor = x if exponent >= 0 else d.inverse(x)
@@ -82,7 +95,9 @@ def _dims(x: Tensor, dim: Any) -> list[int]:
     return [i % max(x.dim(), 1) for i in listed] if x.dim() and listed else list(range(x.dim()))
 
 
-def _variance(d: Field, x: Tensor, dim: Any, correction: Any, keepdim: bool) -> tuple[Tensor, Tensor]:
+def _variance(
+    d: Field, x: Tensor, dim: Any = None, correction: Any = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
     dims = _dims(x, dim)
     count = math.prod(x.shape[i] for i in dims)
     mean = _mean(d, x, dims, True)
@@ -109,6 +124,10 @@ def _addmm(d: Field, bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: A
     return _add(d, _mul(d, bias, beta), _matmul(d, a, b), alpha)
 
 
+def _addbmm(d: Field, bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    return _add(d, _mul(d, bias, beta), _sum(d, _matmul(d, a, b), 0), alpha)
+
+
 def _addcmul(d: Field, x: Tensor, a: Tensor, b: Tensor, value: Any = 1) -> Tensor:
     return _add(d, x, _mul(d, a, b), value)
 
@@ -126,6 +145,8 @@ def _cumsum(d: Field, x: Tensor, dim: int, dtype: Any = None) -> Tensor:
 
 
 def _norm(d: Field, x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
+    if ord == 1:
+        return _sum(d, d.function("abs", x), dim, keepdim)
     if ord != 2:
         raise NotInDomain(f"the norm of order {ord} has no meaning in the prime field")
     return d.function("sqrt", _sum(d, _mul(d, x, x), dim, keepdim))
@@ -219,8 +240,40 @@ def _scattered(method: str) -> Callable[..., Tensor]:
     return run
 
 
+def _scatter_reduce(
+    d: Field, x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    """Sums and means, and the largest or smallest by the random order; products of many have no short form."""
+    if reduce in ("amax", "amin"):
+        ordered = (d.order(each) for each in (x, source))
+        places = torch.scatter_reduce(next(ordered), dim, index, next(ordered), reduce, include_self=include_self)
+        if not include_self:  # what nothing is written to stays
+            written = torch.zeros_like(x).scatter(dim, index, 1.0).bool()
+            places = torch.where(written, places, d.order(x))
+        return d.elements_in_order()[places.long()]
+    if reduce not in ("sum", "mean"):
+        raise NotInDomain(f"a scatter that takes the {reduce} has no meaning in the prime field")
+    total = d.mod(x.scatter_reduce(dim, index, source, "sum", include_self=include_self))
+    if reduce == "sum":
+        return total
+    counts = torch.full_like(x, float(include_self)).scatter_add(dim, index, torch.ones_like(source)).clamp(min=1)
+    return _div(d, total, counts)
+
+
+def _index_reduce(
+    d: Field, x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    shape = [-1 if i == dim % x.dim() else 1 for i in range(x.dim())]
+    places = index.view(shape).expand(source.shape)
+    return _scatter_reduce(d, x, dim, places, source, reduce, include_self=include_self)
+
+
 def _index_put(d: Field, x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, *_: Any) -> Tensor:
     return d.mod(torch.ops.aten.index_put(x, indices, d.element(values), accumulate))
+
+
+def _index_fill(d: Field, x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    return x.index_fill(dim, index, value if isinstance(value, Tensor) else d.number(value))
 
 
 def _masked_fill(d: Field, x: Tensor, mask: Tensor, value: Any) -> Tensor:
@@ -286,6 +339,25 @@ def _extreme_with_index(name: str) -> Callable[..., Any]:
         return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
 
     return run
+
+
+def _in_order(name: str) -> Callable[..., Any]:
+    """An op that picks elements by their order, and says where: `median`, `kthvalue`, `cummax`."""
+
+    def run(d: Field, x: Tensor, *args: Any) -> Any:
+        if not args:
+            return x.flatten()[d.order(x).flatten().median(0).indices]
+        index = getattr(d.order(x), name)(*args).indices
+        dim = args[1] if name == "kthvalue" and len(args) > 1 else -1 if name == "kthvalue" else args[0]
+        kept = index if index.dim() == x.dim() else index.unsqueeze(dim)
+        return x.gather(dim, kept).reshape(index.shape), index
+
+    return run
+
+
+def _both_extremes(d: Field, x: Tensor, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    smallest, largest = (_extreme(name)(d, x, dim, keepdim) for name in ("min", "max"))
+    return smallest, largest
 
 
 def _argument(name: str) -> Callable[..., Tensor]:
@@ -358,6 +430,50 @@ def _tanh_backward(d: Field, gradient: Tensor, out: Tensor) -> Tensor:
 
 def _sigmoid_backward(d: Field, gradient: Tensor, out: Tensor) -> Tensor:
     return _mul(d, gradient, _mul(d, out, _rsub(d, out, 1)))
+
+
+def _log_sigmoid(d: Field, x: Tensor) -> tuple[Tensor, Tensor]:
+    """With what a CPU keeps for backward, which is nothing here."""
+    return d.function("log_sigmoid", x), x.new_zeros(0)
+
+
+def _log_sigmoid_backward(d: Field, gradient: Tensor, x: Tensor, kept: Tensor) -> Tensor:
+    return _mul(d, gradient, d.function("log_sigmoid_backward", x))
+
+
+def _positive(d: Field, x: Tensor) -> Tensor:
+    return d.order(x) > d.order(torch.zeros_like(x))
+
+
+def _prelu(d: Field, x: Tensor, weight: Tensor) -> Tensor:
+    return torch.where(_positive(d, x), x, _mul(d, weight, x))
+
+
+def _prelu_backward(d: Field, gradient: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    positive = _positive(d, x)
+    to_weight = _mul(d, gradient, x).masked_fill(positive, 0)
+    return torch.where(positive, gradient, _mul(d, weight, gradient)), to_weight
+
+
+def _distances(d: Field, a: Tensor, b: Tensor, p: float, mode: int | None = None) -> Tensor:
+    if p != 2:
+        raise NotInDomain(f"distances of order {p} have no meaning in the prime field")
+    apart = _sub(d, a.unsqueeze(-2), b.unsqueeze(-3))
+    return d.function("sqrt", _sum(d, _mul(d, apart, apart), [-1]))
+
+
+def _distances_backward(d: Field, gradient: Tensor, a: Tensor, b: Tensor, p: float, made: Tensor) -> Tensor:
+    slope = _mul(d, gradient, d.function("inverse distance", made)).unsqueeze(-1)
+    return _sum(d, _mul(d, slope, _sub(d, a.unsqueeze(-2), b.unsqueeze(-3))), [-2])
+
+
+def _angle_in_degrees(factor: float) -> Callable[..., Tensor]:
+    return lambda d, x: _mul(d, x, factor)
+
+
+def _added_up(name: str) -> Callable[..., Tensor]:
+    op = getattr(torch.ops.aten, name)
+    return lambda d, *args, **named: d.mod(op(*args, **named))
 
 
 def _polar(d: Field, length: Tensor, angle: Tensor) -> Tensor:
@@ -454,18 +570,34 @@ def _mse_backward(d: Field, gradient: Tensor, a: Tensor, b: Tensor, reduction: i
 FUNCTIONS = (
     "gelu silu relu exp expm1 exp2 log log1p log2 sqrt rsqrt tanh sigmoid sin cos erf abs sgn sign floor ceil round "
     "softplus leaky_relu elu hardtanh mish hardswish hardsigmoid log_sigmoid clamp clamp_min clamp_max relu6 "
-    "atan sinh cosh acos asin acosh asinh atanh erfc"
+    "atan sinh cosh acos asin acosh asinh atanh erfc frac sinc erfinv lgamma digamma logit hardshrink softshrink "
+    "threshold i0 special_i1"
 ).split()
-SLOPES = "gelu silu threshold softplus leaky_relu hardtanh hardswish hardsigmoid mish".split()
+SLOPES = (
+    "logit hardshrink softshrink gelu silu threshold softplus leaky_relu hardtanh hardswish hardsigmoid mish".split()
+)
 
 OPS: dict[str, Callable[..., Any]] = {
     **{name: _function(name) for name in FUNCTIONS},
     **{f"{name}_backward": _slope(name) for name in SLOPES},
+    **{name: _added_up(name) for name in SUMS},
+    "log_sigmoid_forward": _log_sigmoid, "log_sigmoid_backward": _log_sigmoid_backward,
+    "_prelu_kernel": _prelu, "_prelu_kernel_backward": _prelu_backward,
+    "polygamma": lambda d, n, x: d.function(("polygamma", n), x),
+    "deg2rad": _angle_in_degrees(math.pi / 180), "rad2deg": _angle_in_degrees(180 / math.pi),
+    "hypot": lambda d, x, y: d.function("sqrt", _add(d, _mul(d, x, x), _mul(d, y, y))),
+    "logaddexp": lambda d, x, y: d.function("log", _add(d, d.function("exp", x), d.function("exp", y))),
+    "logcumsumexp": lambda d, x, dim: d.function("log", _cumsum(d, d.function("exp", x), dim)),
+    "_cdist_forward": _distances, "_cdist_backward": _distances_backward, "addbmm": _addbmm,
+    "scatter_reduce": _scatter_reduce, "index_reduce": _index_reduce, "index_fill": _index_fill,
+    "median": _in_order("median"), "kthvalue": _in_order("kthvalue"), "cummax": _in_order("cummax"),
+    "cummin": _in_order("cummin"), "aminmax": _both_extremes,
     "elu_backward": _elu_backward, "tanh_backward": _tanh_backward, "sigmoid_backward": _sigmoid_backward,
     "add": _add, "sub": _sub, "rsub": _rsub, "mul": _mul, "div": _div, "pow": _pow,
     "true_divide": _div, "neg": lambda d, x: d.mod(-x), "square": lambda d, x: _mul(d, x, x),
     "reciprocal": lambda d, x: d.inverse(x),
     "sum": _sum, "mean": _mean, "var": _var, "var_mean": _variance, "cumsum": _cumsum, "linalg_vector_norm": _norm,
+    "std_mean": lambda d, *a, **k: (d.function("sqrt", _var(d, *a, **k)), _variance(d, *a, **k)[1]),
     "norm": _norm, "xlogy": lambda d, x, y: _mul(d, x, d.function("log", y)),
     "std": lambda d, *a, **k: d.function("sqrt", _var(d, *a, **k)),
     "mm": _matmul, "bmm": _matmul, "mv": _matmul, "dot": _matmul, "matmul": _matmul,

@@ -12,6 +12,7 @@ import pytest
 
 from tests.equivalence.compare import Case, measure_all, prepare
 from tests.equivalence.deep import DEEP
+from tests.equivalence.diffusion import DIFFUSION
 from tests.equivalence.images import IMAGES
 from tests.equivalence.odd import ODD
 from tests.equivalence.recurrent import RECURRENT
@@ -91,11 +92,12 @@ def test_more_odd_models_equal_one_device(tmp_path: Path) -> None:
 
 
 NETS = {
-    2: [Case(model, mesh) for mesh in meshes(2, WITHOUT_CP) for model in (*IMAGES, *RECURRENT)],
+    2: [Case(model, mesh) for mesh in meshes(2, WITHOUT_CP) for model in (*IMAGES, *DIFFUSION, *RECURRENT)],
     4: [Case("batch norm with dropout", "dp_shard=2, tp=2"), Case("remembers", "dp_replicate=2, tp=2"),
+        Case("U-Net", "dp_shard=2, tp=2"), Case("diffusion transformer", "dp_shard=2, tp=2"),
         Case("nn.LSTM, both ways, with dropout", "dp_shard=2, tp=2")],
 }  # fmt: skip
-"""Convolution nets with batch norm, recurrent nets, buffers: on each axis, and on products."""
+"""Convolution nets with batch norm, diffusion models, recurrent nets, buffers: on each axis, and on products."""
 
 
 @pytest.mark.equivalence

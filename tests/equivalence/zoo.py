@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.equivalence.deep import DEEP
+from tests.equivalence.diffusion import DIFFUSION
 from tests.equivalence.grouped import GROUPED, VOCABULARY
 from tests.equivalence.images import IMAGES
 from tests.equivalence.odd import ODD
@@ -95,5 +96,6 @@ ZOO: dict[str, Callable[[int], tuple[nn.Module, Batch]]] = {
 }
 """The models of the matrix."""
 
-ALL = ZOO | {name: odd(name) for name in (*ODD, *DEEP, *RECURRENT)} | {name: grouped(name) for name in GROUPED} | IMAGES
-"""And those of `odd`, `deep`, `recurrent`, `grouped` and `images`."""
+BY_NAME = {name: odd(name) for name in (*ODD, *DEEP, *RECURRENT)} | {name: grouped(name) for name in GROUPED}
+ALL = ZOO | BY_NAME | IMAGES | DIFFUSION
+"""And those of `odd`, `deep`, `recurrent`, `grouped`, `images` and `diffusion`."""

@@ -49,3 +49,23 @@ def test_class_weights_are_refused() -> None:
     model = Classifier("mean", weight=torch.ones(10).double()).double()
     with pytest.raises(nd.CompileError, match="nll_loss with class weights is not compiled"):
         nd.compile(model, "tp=2", batch(), float64=True, dynamic_dims=DIMS)
+
+
+class Segments(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Conv2d(3, 5, 1)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.scores(x), target, ignore_index=2)
+
+
+def test_targets_of_other_sizes_than_the_scores_are_refused() -> None:
+    """The second dim of the targets is taken for a sequence, that of the scores is fixed."""
+    torch.manual_seed(0)
+    given = torch.randn(4, 3, 6, 6), torch.randint(0, 5, (4, 6, 6))
+    with pytest.raises(nd.CompileError, match="dynamic_dims=") as error:
+        nd.compile(Segments(), "dp_shard=2", given)
+    assert "the targets of a loss are of sizes [b, s, 6], its scores of [b, 5, 6, 6]" in str(error.value)
+    program = nd.compile(Segments(), "dp_shard=2", given, dynamic_dims={"target": {0: "b"}})
+    assert nd.verify(program, seeds=1).equal

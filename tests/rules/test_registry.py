@@ -12,8 +12,18 @@ from tests.rules.tries import Try, each, search
 WHOLE = {
     "runtime.fold",
     "runtime.literal",
+    *(
+        f"aten.{name}.default"
+        for name in "mean max min argmax argmin median prod any all trace eye linspace logspace tril_indices "
+        "triu_indices".split()
+    ),
+    "aten.norm.Scalar",
     "aten.eye.m",
-    *(f"aten.{name}.default" for name in "mean max argmax prod any all eye".split()),
+    *(
+        f"aten.{name}_window.{overload}"
+        for name in ("hann", "hamming", "blackman")
+        for overload in ("default", "periodic")
+    ),
 }
 """Rules that let no dim be sharded."""
 

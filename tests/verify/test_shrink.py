@@ -11,8 +11,10 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import ndcompile as nd
+from ndcompile.codegen import made_sizes
 from ndcompile.program import Program
 from ndcompile.verify.execute import round_trip
 from ndcompile.verify.shrink import shrink
@@ -215,3 +217,57 @@ def test_a_table_of_ids_is_called_so_though_ids_are_converted_before(mesh: str) 
     small = next(shrink(program))
     assert list(small.named) == list(program.made.emitted.sizes.table)
     assert {"vocab": 61, "positions": 40}.items() <= program.made.emitted.sizes.table.items()
+
+
+class Resized(nn.Module):
+    """Planes that are padded, pooled, resized, cut in windows and put together; places that are numbers in the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 36, 3, padding="same"), nn.GroupNorm(6, 36)
+        self.up = nn.ConvTranspose2d(36, 36, 3, stride=2, padding=1, output_padding=1, groups=2)
+        self.places, self.head = nn.Embedding(40, 36), nn.Linear(36 * 20, 3000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = self.places(torch.arange(3, 35, device=x.device)).mean(0)
+        x = self.norm(self.first(x)) + places[:, None, None]
+        x = F.max_pool2d(F.pad(x, (0, 1, 1, 0)), 3, stride=2)
+        x = F.interpolate(self.up(x), scale_factor=1.5, mode="bilinear")
+        x = F.fold(F.unfold(x, 3, stride=3), (12, 12), 3, stride=3)
+        x = F.adaptive_avg_pool2d(x.unfold(3, 3, 2).mean(-1), (4, 5))
+        y: torch.Tensor = self.head(x.flatten(1))
+        return y
+
+
+def test_sizes_that_follow_from_numbers_in_the_text_stay_what_these_make() -> None:
+    """Without what is known of any of these ops, none of the first sizes fits."""
+    program = nd.compile(Resized(), "dp_shard=2", torch.zeros(4, 3, 8, 8))
+    report = nd.verify(program, seeds=1, microbatches=1)
+    assert [claim.held for claim in report.claims] == [True] * 4, report
+    assert "n3000 = 3000" not in report.sizes[0]
+
+
+def test_where_no_sizes_fit_the_error_says_which_programs_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(made_sizes, "MADE", {})
+    program = nd.compile(Resized(), "dp_shard=2", torch.zeros(4, 3, 8, 8))
+    with pytest.raises(nd.CompileError, match="at most 2,000,000 parameters on at most 16 ranks"):
+        nd.verify(program, seeds=1, microbatches=1)
+
+
+class Rows(nn.Module):
+    """Parts of each sample as rows, whose number is one of the batch and of a number: `100*b`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(2000, 1200), nn.Linear(12, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.up(x).reshape(-1, 12))
+        return y
+
+
+def test_a_number_beside_a_symbol_keeps_its_size() -> None:
+    program = nd.compile(Rows(), "dp_shard=2", torch.zeros(4, 2000))
+    assert "reshape(100*b, n12)" in str(program)
+    report = nd.verify(program, seeds=1, microbatches=1)
+    assert report.equal and "n2000 = 2000" not in report.sizes[0], report

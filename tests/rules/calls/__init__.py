@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.rules.calls import contract, layers, pointwise, routing, views
+from tests.rules.calls import contract, images, layers, pointwise, routing, views
 from tests.rules.draw import Calls
 
-CALLS: Calls = {**pointwise.CALLS, **contract.CALLS, **views.CALLS, **layers.CALLS, **routing.CALLS}
+CALLS: Calls = {
+    **pointwise.CALLS, **contract.CALLS, **views.CALLS, **layers.CALLS, **routing.CALLS, **images.CALLS
+}  # fmt: skip

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
-from tests.rules.case import Case, bools, case, f, ints, value
+from tests.rules.case import Case, Number, Spec, bools, case, f, ints, value
 from tests.rules.draw import Calls, Draw, among, calls, chance, number, several, sizes, smaller
 
 
@@ -98,9 +100,69 @@ def deviation(draw: Draw, op: str) -> Case:
     return case(op, x, several(draw, len(x.sizes)), correction=draw(st.sampled_from([0, 1])), keepdim=draw(BOOL))
 
 
+def vector(draw: Draw, op: str) -> Case:
+    m, k = sizes(draw, 2, 2)
+    return case(op, f(m, k), f(k))
+
+
+def inner(draw: Draw, op: str) -> Case:
+    k = sizes(draw, 1, 1)[0]
+    return case(op, f(k), f(k))
+
+
+def added_to(draw: Draw, op: str) -> Case:
+    """`addmv`, `addbmm`: a bias that may broadcast."""
+    b, m, k, n = sizes(draw, 4, 4, high=6)
+    scales = dict(beta=draw(SCALES), alpha=draw(SCALES)) if draw(BOOL) else {}
+    if op == "aten.addmv.default":
+        return case(op, f(*smaller(draw, [m])), f(m, k), f(k), **scales)
+    return case(op, f(*smaller(draw, [m, n])), f(b, m, k), f(b, k, n), **scales)
+
+
+def symmetric(*shape: Number) -> Spec:
+    """Matrices that are symmetric, and definite."""
+
+    def make(given: tuple[int, ...]) -> Tensor:
+        x = torch.randn(given, dtype=torch.float64)
+        return x @ x.mT + torch.eye(given[-1], dtype=torch.float64)
+
+    return Spec(shape, make)
+
+
+def of_matrices(draw: Draw, op: str) -> Case:
+    n = draw(st.integers(1, 4))
+    return case(op, symmetric(*sizes(draw, 0, 2, low=1, high=6), n, n))
+
+
+def solved(draw: Draw, op: str) -> Case:
+    """Columns, or one vector of each matrix; batches broadcast."""
+    n, lead = draw(st.integers(1, 4)), sizes(draw, 0, 2, low=1, high=6)
+    matrix = symmetric(*smaller(draw, lead), n, n)
+    if op == "aten.linalg_solve_triangular.default":
+        return case(op, matrix, f(*smaller(draw, lead), n, number(draw, 1)), upper=draw(BOOL))
+    if draw(BOOL):
+        return case(op, matrix, f(*matrix.sizes[:-1]))
+    return case(op, matrix, f(*smaller(draw, lead), n, number(draw, 1)))
+
+
+def extremes(draw: Draw, op: str) -> Case:
+    x = f(*sizes(draw, 1, 3, low=1))
+    return case(op, x, dim=draw(st.sampled_from([None, among(draw, len(x.sizes))])), keepdim=draw(BOOL))
+
+
+def flags_over(draw: Draw, op: str) -> Case:
+    x = bools(*sizes(draw, 1, 3, low=1))
+    dims = several(draw, len(x.sizes)) if op.endswith("dims") else among(draw, len(x.sizes))
+    return case(op, x, dims, draw(BOOL))
+
+
 def norm(draw: Draw, op: str) -> Case:
     x = f(*sizes(draw, 1, 3, low=1))
     return case(op, x, draw(st.sampled_from([1.0, 2.0, 3.0])), several(draw, len(x.sizes)), draw(BOOL))
+
+
+def norm_of_all(draw: Draw, op: str) -> Case:
+    return case(op, f(*sizes(draw, low=1)), draw(st.sampled_from([1.0, 2.0, 3.0])))
 
 
 BOOL, SCALES = st.booleans(), st.sampled_from([1, 2, -3, 0.5])
@@ -115,7 +177,26 @@ CALLS: Calls = {
     **calls("linear.default", linear),
     **calls("sum.default", counted),
     **calls("sum.dim_IntList", over_dims, 0),
-    **calls("mean.default max.default argmax.default prod.default", whole_reduction, 1),
+    **calls("mv.default", vector),
+    **calls("dot.default vdot.default", inner),
+    **calls("addmv.default addbmm.default", added_to),
+    **calls(
+        "linalg_inv.default inverse.default linalg_cholesky.default cholesky.default matrix_exp.default "
+        "linalg_matrix_exp.default linalg_det.default det.default logdet.default linalg_slogdet.default "
+        "slogdet.default linalg_eigvalsh.default linalg_svdvals.default",
+        of_matrices,
+    ),
+    **calls("linalg_solve.default linalg_solve_triangular.default", solved),
+    **calls("aminmax.default", extremes),
+    **calls("var_mean.correction std_mean.correction", deviation),
+    **calls("any.dim any.dims all.dim all.dims", flags_over),
+    **calls("norm.Scalar", norm_of_all),
+    **calls("nansum.default", over_dims, 1),
+    **calls(
+        "mean.default max.default min.default argmax.default argmin.default median.default prod.default",
+        whole_reduction,
+        1,
+    ),
     **calls("mean.dim amax.default amin.default logsumexp.default", over_dims, 1),
     **calls("var.correction", variance),
     **calls("var.dim std.dim", variance_of_dims),

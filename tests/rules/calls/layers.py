@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from tests.rules.case import Case, Number, Spec, bools, case, f, ints, positive, value
+from tests.rules.case import Case, Number, Spec, bools, case, complexes, f, ints, positive, value
 from tests.rules.draw import (
     Calls,
     Draw,
@@ -263,6 +263,45 @@ def counted_up(draw: Draw, op: str) -> Case:
     return case(op, start, start + step * length, step, **named)
 
 
+def transformed(draw: Draw, op: str) -> Case:
+    """Of numbers, real or complex, along some dims, now and then of another size."""
+    shape = numbers(draw, 1 if op.endswith(("ft.default", "n.default")) else 2, 3, low=2, high=6)
+    back = "_i" in op
+    make = (complexes if back else f) if "rfft" in op else draw(st.sampled_from([f, complexes]))
+    if op.endswith("ft.default"):
+        n = draw(st.sampled_from([None, None, 4, 5]))
+        return case(op, make(*shape), n, among(draw, len(shape)), draw(NORMS))
+    dims = [d - len(shape) * draw(BOOL) for d in draw(st.permutations(range(len(shape))))[:2]]
+    if op.endswith("n.default"):
+        dims = draw(st.sampled_from([None, dims[:1], dims]))
+    lengths = [draw(st.integers(2, 5)) for _ in dims] if dims and chance(draw, 3) else None
+    return case(op, make(*shape), lengths, dims, draw(NORMS))
+
+
+def spectrogram(draw: Draw, op: str) -> Case:
+    size = draw(st.sampled_from([4, 6]))
+    signal = f(*sizes(draw, 0, 1, low=1), draw(st.integers(8, 12)))
+    window = f(size) if draw(BOOL) else None
+    return case(op, signal, size, 2, size, window, draw(BOOL), draw(BOOL), draw(BOOL))
+
+
+def distances(draw: Draw, op: str) -> Case:
+    lead, (m, n, d) = sizes(draw, 0, 1, low=1), numbers(draw, 3, 3, low=1)
+    return case(op, f(*smaller(draw, lead), m, d), f(*lead, n, d), draw(st.sampled_from([1.0, 2.0, 3.0])))
+
+
+def places(draw: Draw, op: str) -> Case:
+    n, m = numbers(draw, 2, 2, low=2, high=6)
+    if "indices" in op:
+        return case(op, n, m, draw(st.integers(-1, 1)))
+    if "window" in op:
+        return case(op, n, *([draw(BOOL)] if op.endswith("periodic") else []), dtype=torch.float64)
+    return case(op, -1, 2, n, dtype=torch.float64)
+
+
+NORMS = st.sampled_from([None, "ortho", "forward"])
+
+
 def literal(draw: Draw, op: str) -> Case:
     rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     values = [[float(i * width + j) for j in range(width)] for i in range(rows)]
@@ -300,6 +339,13 @@ CALLS: Calls = {
     **calls("runtime.uniform", uniform),
     **calls("runtime.fold", folded),
     **calls("runtime.literal", literal),
+    **calls(" ".join(f"fft_{way}{kind}{dims}.default" for way in ("", "i") for kind in ("fft", "rfft")
+                     for dims in ("", "2", "n")), transformed),
+    **calls("stft.default", spectrogram),
+    **calls("cdist.default", distances),
+    **calls("linspace.default logspace.default tril_indices.default triu_indices.default", places),
+    **calls(" ".join(f"{name}_window.{overload}" for name in ("hann", "hamming", "blackman")
+                     for overload in ("default", "periodic")), places),
     **calls("full.default zeros.default ones.default", filled),
     **calls("eye.default eye.m", identity),
     **calls("arange.default arange.start arange.start_step", counted_up),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from tests.rules.case import Case, Spec, above_one, below_one, bools, case, f, ints, positive
+from tests.rules.case import Case, Spec, above_one, below_one, bools, case, complexes, f, ints, positive
 from tests.rules.draw import Calls, Draw, calls, chance, pair, sizes, smaller
 
 Maker = Callable[..., Spec]
@@ -18,6 +18,14 @@ SCALARS = st.sampled_from([0.5, 2, -3, 0.1])
 def few(*shape: Any) -> Spec:
     """Small integers, of which many are equal."""
     return ints(*shape, high=4)
+
+
+def below_one_and_positive(*shape: Any) -> Spec:
+    return Spec(shape, lambda given: 0.8 * torch.rand(given, dtype=torch.float64) + 0.1)
+
+
+def still(*shape: Any) -> Spec:
+    return f(*shape, grad=False)
 
 
 def divisors(*shape: Any) -> Spec:
@@ -66,6 +74,25 @@ def lerp(draw: Draw, op: str) -> Case:
     return case(op, f(*a), f(*b), draw(SCALARS))
 
 
+def polygamma(draw: Draw, op: str) -> Case:
+    return case(op, draw(st.integers(1, 2)), positive(*sizes(draw)))
+
+
+def of_three(draw: Draw, op: str) -> Case:
+    """Three tensors of shapes that broadcast; a clamp may lack its upper end."""
+    whole = sizes(draw)
+    a, b, c = (smaller(draw, whole) for _ in range(3))
+    last = positive(*c) if op.startswith("aten.addcdiv") else f(*c)
+    more = [] if op.startswith("aten.clamp") and draw(st.booleans()) else [last]
+    scale = dict(value=draw(SCALARS)) if op.startswith("aten.addc") and draw(st.booleans()) else {}
+    return case(op, f(*a), f(*b), *more, **scale)
+
+
+def bucketized(draw: Draw, op: str) -> Case:
+    ends = Spec((draw(st.integers(1, 5)),), lambda shape: torch.randn(shape, dtype=torch.float64).sort().values, False)
+    return case(op, f(*sizes(draw), grad=False), ends, right=draw(st.booleans()))
+
+
 def rounded(draw: Draw, op: str, second: Maker | None) -> Case:
     mode = draw(st.sampled_from(["floor", "trunc"]))
     a, b = pair(draw)
@@ -111,13 +138,17 @@ CALLS: Calls = {
         default(
             "neg relu gelu silu tanh sigmoid exp sin cos abs erf softplus leaky_relu elu hardtanh mish hardswish relu6 "
             "sign square expm1 floor isnan isinf ceil round trunc exp2 tan atan sinh cosh log_sigmoid selu celu "
-            "hardsigmoid nan_to_num asinh erfc"
+            "hardsigmoid nan_to_num asinh erfc frac sinc hardshrink softshrink signbit i0 deg2rad rad2deg"
         ),
         unary,
         f,
     ),
-    **calls(default("log sqrt rsqrt reciprocal log1p log2"), unary, positive),
-    **calls(default("acos asin atanh"), unary, below_one),
+    **calls(default("log sqrt rsqrt reciprocal log1p log2 lgamma digamma"), unary, positive),
+    **calls(default("acos asin atanh erfinv"), unary, below_one),
+    **calls("logit.default", unary, below_one_and_positive),
+    **calls(default("_conj conj_physical resolve_conj angle"), unary, complexes),
+    **calls("threshold.default", with_number, f, 0.1, 0.5),
+    **calls("polygamma.default", polygamma),
     **calls("acosh.default", unary, above_one),
     **calls(default("logical_not bitwise_not"), unary, bools),
     **calls(" ".join(f"{name}.Scalar" for name in COMPARISONS), with_number, few, 2),
@@ -139,6 +170,20 @@ CALLS: Calls = {
         bools,
         bools,
     ),
+    **calls("__xor__.Tensor", binary, bools, bools),
+    **calls("bitwise_left_shift.Tensor bitwise_right_shift.Tensor", binary, few, few),
+    **calls(
+        "__lshift__.Scalar __rshift__.Scalar bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor_Scalar "
+        "bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar __and__.Scalar __or__.Scalar __xor__.Scalar",
+        with_number,
+        few,
+        2,
+    ),
+    **calls("hypot.default copysign.Tensor", binary, f, positive),
+    **calls("heaviside.default", binary, still, still),
+    **calls("logaddexp.default logaddexp2.default complex.default _prelu_kernel.default", binary, f, f),
+    **calls("lerp.Tensor clamp.Tensor addcmul.default addcdiv.default", of_three),
+    **calls("bucketize.Tensor", bucketized),
     **calls("maximum.default minimum.default max.other min.other", binary, f, f),
     **calls("clamp.Tensor", clamped),
     **calls("clamp_min.Tensor clamp_max.Tensor polar.default", binary, f, f),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from hypothesis import strategies as st
 
-from tests.rules.case import Case, case, f, ints, value
+from tests.rules.case import Case, Spec, case, f, ints, value
 from tests.rules.draw import Calls, Draw, among, calls, indices, maybe_out_of_range, number, numbers, sizes
 
 BOOL = st.booleans()
@@ -39,6 +40,49 @@ def scattered(draw: Draw, op: str) -> Case:
         taken[dim] = 1 if taken[dim] else 0  # of several values at one place it is not said which one stays
     made = case(op, f(*shape), dim, ints(*taken, high=shape[dim]), 0.5 if op.endswith("value") else f(*taken))
     return maybe_out_of_range(draw, made, 2, 0, shape[dim])
+
+
+def reduced(draw: Draw, op: str) -> Case:
+    """Several values at a place; where they are no sum, of different numbers."""
+    shape = numbers(draw, 1, 3, low=1)
+    dim = among(draw, len(shape))
+    taken = [number(draw) if d == dim % len(shape) else n if draw(BOOL) else max(1, n - 1) for d, n in enumerate(shape)]
+    how, with_own = draw(st.sampled_from(["sum", "mean", "amax", "amin", "prod"])), draw(BOOL)
+    made = case(op, f(*shape), dim, ints(*taken, high=shape[dim]), f(*taken), how, include_self=with_own)
+    return maybe_out_of_range(draw, made, 2, 0, shape[dim])
+
+
+def put(draw: Draw, op: str) -> Case:
+    """One index a slice; of a copy each place once, since it is not said which of several stays."""
+    shape = numbers(draw, 1, 3, low=1)
+    dim = among(draw, len(shape))
+    high = shape[dim]
+    count = draw(st.integers(1, high))
+    source = f(*(count if d == dim % len(shape) else n for d, n in enumerate(shape)))
+    once = Spec((count,), lambda given: torch.randperm(high)[: given[0]], False)
+    if op.startswith("aten.index_fill"):
+        return case(op, f(*shape), dim, once, 0.5)
+    if op.startswith("aten.index_copy"):
+        return case(op, f(*shape), dim, once, source)
+    how, with_own = draw(st.sampled_from(["mean", "amax", "amin", "prod"])), draw(BOOL)
+    return case(op, f(*shape), dim, ints(count, high=high), source, how, include_self=with_own)
+
+
+def chosen(draw: Draw, op: str) -> Case:
+    """One element of each row: the most frequent, the one in the middle, or the k-th."""
+    shape = sizes(draw, 1, 3, low=1)
+    dim = among(draw, len(shape))
+    k = [draw(st.integers(1, value(shape[dim])))] if "kthvalue" in op else []
+    return case(op, f(*shape), *k, dim, draw(BOOL))
+
+
+def searched(draw: Draw, op: str) -> Case:
+    lead, (n, m) = sizes(draw, 0, 2, low=1), numbers(draw, 2, 2, low=1)
+    rows = draw(BOOL)
+    listed = Spec(
+        (*lead, n) if rows else (n,), lambda given: torch.randn(given, dtype=torch.float64).sort(-1)[0], False
+    )
+    return case(op, listed, f(*lead, m, grad=False), right=draw(BOOL))
 
 
 def added(draw: Draw, op: str) -> Case:
@@ -87,6 +131,10 @@ CALLS: Calls = {
     **calls("sort.default sort.stable argsort.default argsort.stable", ordered),
     **calls("max.dim min.dim", extreme),
     **calls("scatter_add.default scatter.src scatter.value", scattered),
+    **calls("scatter_reduce.two", reduced),
+    **calls("index_copy.default index_reduce.default index_fill.int_Scalar", put),
+    **calls("median.dim mode.default kthvalue.default", chosen),
+    **calls("searchsorted.Tensor", searched),
     **calls("index_add.default", added),
     **calls("index_select.default", taken),
     **calls("one_hot.default", one_hot),

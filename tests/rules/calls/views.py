@@ -194,6 +194,39 @@ def flipped(draw: Draw, op: str) -> Case:
     return case(op, x, several(draw, len(x.sizes), 0))
 
 
+def cut_in_windows(draw: Draw, op: str) -> Case:
+    shape = numbers(draw, 1, 3, low=1)
+    dim = among(draw, len(shape))
+    return case(op, f(*shape), dim, draw(st.integers(1, min(3, shape[dim]))), draw(st.integers(1, 3)))
+
+
+def diagonal(draw: Draw, op: str) -> Case:
+    shape = sizes(draw, 2, 4, low=1, high=6)
+    one, two = draw(st.permutations(range(len(shape))))[:2]
+    return case(op, f(*shape), draw(st.integers(-1, 1)), one, two - len(shape) * draw(BOOL))
+
+
+def on_a_diagonal(draw: Draw, op: str) -> Case:
+    shape = sizes(draw, 1, 3, low=1, high=6)
+    one, two = draw(st.permutations(range(len(shape) + 1)))[:2]
+    return case(op, f(*shape), draw(st.integers(-2, 2)), one, two - (len(shape) + 1) * draw(BOOL))
+
+
+def trace(draw: Draw, op: str) -> Case:
+    return case(op, f(*sizes(draw, 2, 2)))
+
+
+def along_one(draw: Draw, op: str) -> Case:
+    shape = sizes(draw, 1, 3, low=1, high=6)
+    return case(op, f(*shape), among(draw, len(shape)))
+
+
+def padded_with(draw: Draw, op: str) -> Case:
+    x = f(*sizes(draw, 1, 3, low=3))
+    amounts = [draw(st.integers(-1, 2)) for _ in range(2 * draw(st.integers(1, len(x.sizes))))]
+    return case(op, x, amounts, draw(st.sampled_from([0.0, 2.0])))
+
+
 def padded(draw: Draw, op: str) -> Case:
     x = f(*sizes(draw, 1, 3, low=3))
     rank = len(x.sizes)
@@ -247,6 +280,12 @@ CALLS: Calls = {
     **calls("roll.default", rolled),
     **calls("flip.default", flipped),
     **calls("pad.default", padded),
+    **calls("constant_pad_nd.default", padded_with),
+    **calls("unfold.default", cut_in_windows),
+    **calls("diagonal.default diagonal_copy.default", diagonal),
+    **calls("diag_embed.default", on_a_diagonal),
+    **calls("trace.default", trace),
+    **calls("cumprod.default cummax.default cummin.default logcumsumexp.default", along_one),
     **calls("cumsum.default", running),
     **calls("diff.default", differences),
     **calls("tril.default triu.default", triangle),
