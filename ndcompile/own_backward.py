@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,9 @@ from torch.utils import _pytree as pytree
 
 from ndcompile.errors import NotOneGraph
 from ndcompile.runtime import private
+
+MOST = 1 << 27
+"""Arguments with more elements than this, 1 GiB in float64, are not tried."""
 
 NEAR = 1e-5
 """How far the two gradients may be apart, of their size: constants of formulas are rounded."""
@@ -49,6 +53,10 @@ def _require_derivative(kind: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         "the same with torch's ops: x + (f(x) - x).detach() has the value of f, and the gradient of x",
         "torch.library.custom_op with register_autograd, and nd.register_rule",
     )
+    elements = sum(math.prod(map(private.hint, x.shape)) for x in args if isinstance(x, Tensor))
+    if elements > MOST:
+        why = f"whether {kind.__name__}.backward is the derivative of its forward was not tried on {elements:,} numbers"
+        raise NotOneGraph(why, "a smaller example, where these sizes are its batch and its length", *tries)
     plain = [[private.hint(n) for n in x.shape] if isinstance(x, Tensor) else private.hint(x) for x in args]
     with private.untraced():
         given = [_drawn(x, at) if isinstance(x, Tensor) else at for x, at in zip(args, plain, strict=True)]

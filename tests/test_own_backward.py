@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ndcompile as nd
+from ndcompile import own_backward
 
 LOOKS = torch.autograd.function._is_setup_context_defined
 
@@ -149,3 +150,9 @@ def test_a_backward_that_cannot_be_tried() -> None:
     why = r"whether Reads.backward is the derivative of its forward is not known \(ValueError: below 0\)"
     with pytest.raises(nd.CompileError, match=why):
         nd.compile(Model(Reads.apply), "dp_shard=2", X)
+
+
+def test_one_of_very_many_numbers_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_backward, "MOST", 40)
+    with pytest.raises(nd.CompileError, match=r"was not tried on \d+ numbers"):
+        nd.compile(Model(FINE["kept for backward"]), "dp_shard=2", X)

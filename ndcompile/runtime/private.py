@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,16 +34,31 @@ def wait(x: Tensor) -> Tensor:
     return _ops.wait_tensor.default(x)
 
 
+def _of_reals(start: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Complex numbers travel as pairs of real ones: gloo exchanges no others, and NCCL has none."""
+
+    @functools.wraps(start)
+    def started(x: Tensor, *given: Any) -> Tensor:
+        if not x.is_complex():
+            return start(x, *given)
+        return torch.view_as_complex(start(torch.view_as_real(x.resolve_conj()), *given))
+
+    return started
+
+
+@_of_reals
 def start_all_reduce(x: Tensor, op: str, group: str) -> Tensor:
     """Start the reduction of `x` by `op` (sum, max, min) over a group; a new tensor that `wait` makes readable."""
     return _ops.all_reduce.default(x, op, group)
 
 
+@_of_reals
 def start_all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
     """Start the gather `[n, …] → [ranks · n, …]`, in rank order along dim 0."""
     return _ops.all_gather_into_tensor.default(x, ranks, group)
 
 
+@_of_reals
 def start_reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
     """Start the sum of `x` over a group, of which this rank keeps its part: `[ranks · n, …] → [n, …]`."""
     return _ops.reduce_scatter_tensor.default(x, "sum", ranks, group)
@@ -86,12 +102,14 @@ def copy_each(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         place.copy_(value)
 
 
+@_of_reals
 def start_all_to_all(x: Tensor, ranks: int, group: str) -> Tensor:
     """Start the exchange of equal parts of dim 0: part `j` goes to rank `j`; `[ranks · n, …] → [ranks · n, …]`."""
     parts = [x.shape[0] // ranks] * ranks
     return _ops.all_to_all_single.default(x, parts, parts, group)
 
 
+@_of_reals
 def start_exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
     """Start an exchange of unequal parts of dim 0: rank `j` gets the next `sent[j]` entries and sends `received[j]`."""
     return _ops.all_to_all_single.default(x, list(received), list(sent), group)

@@ -102,6 +102,23 @@ def test_each_conversion_keeps_the_value_and_the_gradient(ranks, copies):
         assert torch.equal(denoted([answer[i][1] for answer in answers], source.dual), c), f"gradient of {where}"
 
 
+def of_complex_numbers(ranks: int) -> list[Tensor]:
+    axis = axis_of(ranks)
+    x = torch.complex(torch.arange(8.0), torch.arange(8.0) * axis.index).view(4, 2)
+    return [all_reduce(x, axis), all_gather(x.conj(), axis, 0), reduce_scatter(x, axis, 0), all_to_all(x, axis, 1, 0)]
+
+
+def test_all_collectives_take_complex_numbers():
+    real, answers = torch.arange(8.0).view(4, 2), run(2, of_complex_numbers, 2)
+    first, second = torch.complex(real, torch.zeros(4, 2)), torch.complex(real, real)
+    for rank, (total, gathered, scattered, exchanged) in enumerate(answers):
+        own = slice(2 * rank, 2 * rank + 2)
+        assert torch.equal(total, first + second)
+        assert torch.equal(gathered.resolve_conj(), torch.cat((first, second)).conj().resolve_conj())
+        assert torch.equal(scattered, (first + second)[own])
+        assert torch.equal(exchanged, torch.cat((first, second), 1)[own])
+
+
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
 
 
