@@ -12,6 +12,7 @@ from torch import fx
 from ndcompile.codegen.sizes import SizeNames, axis_name
 from ndcompile.mesh import HEAD_TAIL, MeshAxis
 from ndcompile.placement import BY_NAME
+from ndcompile.rules.images import RESIZED
 from ndcompile.rules.over_ranks import over_ranks
 from ndcompile.rules.registry import arguments, op_name
 
@@ -27,17 +28,26 @@ INFIX = {
 FUNCTIONAL = frozenset(
     "linear gelu silu relu layer_norm rms_norm softplus leaky_relu elu hardtanh mish hardswish "
     "scaled_dot_product_attention conv1d conv2d conv3d max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d "
-    "avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d".split()
+    "avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d conv_transpose1d conv_transpose2d "
+    "conv_transpose3d celu selu relu6 hardsigmoid hardshrink softshrink threshold one_hot".split()
 )
 TORCH = frozenset(
     "rsqrt sqrt exp log sin cos tanh sigmoid abs erf where cumsum diff tril triu maximum minimum logical_and "
     "logical_or logical_not bmm addmm baddbmm reciprocal log1p expm1 floor clamp isnan isinf "
-    "slice_scatter select_scatter index_put lerp min max".split()
+    "slice_scatter select_scatter lerp min max acos acosh asin asinh atan atan2 atanh addbmm addcdiv "
+    "addcmul addmv aminmax angle bucketize cdist ceil clamp_max clamp_min complex copysign cosh cummax cummin cumprod "
+    "diag_embed diagonal digamma dot erfc erfinv exp2 fmod frac grid_sampler hypot i0 kthvalue lgamma linspace log2 "
+    "logaddexp logaddexp2 logcumsumexp logit logspace logsumexp median movedim mv nan_to_num nansum polar prod "
+    "remainder roll round searchsorted sign sinc sinh square stack std_mean tan trace trunc unbind var_mean vdot view_as_complex "
+    "view_as_real xlogy bitwise_not logical_xor".split()
 )
 METHODS = frozenset(
     "transpose permute unsqueeze squeeze t detach masked_fill amax amin argmax any all var std select topk argsort "
-    "scatter_add index_add index_select repeat_interleave chunk".split()
+    "scatter_add index_add index_select repeat_interleave chunk unfold gather scatter scatter_reduce index_copy "
+    "index_fill index_reduce sort contiguous log_softmax norm".split()
 )
+MODULES = {"fft_": "torch.fft", "linalg_": "torch.linalg"}
+"""Where functions are found whose ops have such a name."""
 
 
 class Writer:
@@ -63,6 +73,9 @@ class Writer:
             return f"torch.{base}({self.listed(node)})"
         if base in METHODS:
             return f"{self.text(node.args[0])}.{base}({self.listed(node, skip=1)})"
+        for prefix, module in MODULES.items():
+            if base.startswith(prefix):
+                return f"{module}.{base.removeprefix(prefix)}({self.listed(node)})"
         if name.startswith("runtime."):
             return f"{name.split('.')[1]}({self.listed(node)})"
         is_op = isinstance(node.target, torch._ops.OpOverload)  # of torch, or a user's own
@@ -324,6 +337,22 @@ def _group_norm(w: Writer, node: fx.Node) -> str:
     return f"F.group_norm({', '.join(listed)}, eps={given['eps']})"
 
 
+def _index_put(w: Writer, node: fx.Node) -> str:
+    """torch's function takes no place that is left out."""
+    left_out = None in node.args[1]  # type: ignore[operator]  # its indices are a list
+    return f"{'torch.ops.aten.index_put.default' if left_out else 'torch.index_put'}({w.listed(node)})"
+
+
+def _resized(w: Writer, node: fx.Node) -> str:
+    """`upsample_bilinear2d`, `_upsample_nearest_exact1d`, `_upsample_bicubic2d_aa` …"""
+    given, name = arguments(node), op_name(node.target).split(".")[1]
+    mode = name.removeprefix("_").removeprefix("upsample_").removesuffix("_aa")[:-2].replace("_", "-")
+    names = dict(output_size="size", scale_factors="scale_factor", align_corners="align_corners")
+    listed = [f"{to}={w.text(given[of])}" for of, to in names.items() if given.get(of) is not None]
+    listed += [f'mode="{mode}"'] + ["antialias=True"] * name.endswith("_aa")
+    return f"F.interpolate({w.text(node.args[0])}, {', '.join(listed)})"
+
+
 def _reduction(name: str) -> Callable[[Writer, fx.Node], str]:
     def write(w: Writer, node: fx.Node) -> str:
         given = arguments(node)
@@ -381,6 +410,10 @@ SPECIAL: dict[str, Callable[[Writer, fx.Node], str]] = {
     "aten.cat.default": lambda w, n: f"torch.cat({w.listed(n)})",
     "aten.pad.default": lambda w, n: f"F.pad({w.listed(n)})",
     "aten.softmax.int": lambda w, n: f"{w.text(n.args[0])}.softmax({w.listed(n, skip=1)})",
+    "aten.index_put.default": _index_put,
+    **{f"aten.{name}.vec": _resized for name in RESIZED},
+    "aten.im2col.default": lambda w, n: f"F.unfold({w.listed(n)})",
+    "aten.col2im.default": lambda w, n: f"F.fold({w.listed(n)})",
     "_operator.getitem": lambda w, n: f"{w.text(n.args[0])}[{n.args[1]}]",
     "runtime.scale_gradient": _scale_gradient,
 }
