@@ -38,8 +38,8 @@ TORCH = frozenset(
     "addcmul addmv aminmax angle bucketize cdist ceil clamp_max clamp_min complex copysign cosh cummax cummin cumprod "
     "diag_embed diagonal digamma dot erfc erfinv exp2 fmod frac grid_sampler hypot i0 kthvalue lgamma linspace log2 "
     "logaddexp logaddexp2 logcumsumexp logit logspace logsumexp median movedim mv nan_to_num nansum polar prod "
-    "remainder roll round searchsorted sign sinc sinh square stack std_mean tan trace trunc unbind var_mean vdot view_as_complex "
-    "view_as_real xlogy bitwise_not logical_xor".split()
+    "remainder roll round searchsorted sign sinc sinh square stack std_mean tan trace trunc unbind var_mean vdot "
+    "view_as_complex view_as_real xlogy bitwise_not logical_xor".split()
 )
 METHODS = frozenset(
     "transpose permute unsqueeze squeeze t detach masked_fill amax amin argmax any all var std select topk argsort "
