@@ -203,11 +203,11 @@ class Placed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.positions, self.mix = nn.Embedding(61, 12), nn.Embedding(40, 12), nn.Linear(12, 12)
+        self.tokens, self.rows, self.mix = nn.Embedding(61, 12), nn.Embedding(40, 12), nn.Linear(12, 12)
         self.register_buffer("places", torch.arange(40)[None])
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.mix(self.tokens(ids) + self.positions(self.places[:, : ids.shape[1]]))
+        y: torch.Tensor = self.mix(self.tokens(ids) + self.rows(self.places[:, : ids.shape[1]]))
         return y
 
 
