@@ -147,9 +147,9 @@ class Reads(Linear):
         return y * y.sum().item()
 
 
-class Sorts(Linear):
+class Factorises(Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).logcumsumexp(1)
+        return torch.linalg.qr(self.layer(x)).Q
 
 
 class Shuffles(Linear):
@@ -226,12 +226,12 @@ def test_a_number_that_is_read_out_of_a_tensor() -> None:
 
 
 def test_an_op_without_a_rule() -> None:
-    assert refusal(Sorts(), "tp=2") == lines(
-        "no rule for aten.logcumsumexp.default",
-        "  node    %logcumsumexp = aten.logcumsumexp.default",
-        f"  source  {line_of('return self.layer(x).logcumsumexp(1)')}",
+    assert refusal(Factorises(), "tp=2") == lines(
+        "no rule for aten.linalg_qr.default",
+        "  node    %linalg_qr = aten.linalg_qr.default",
+        f"  source  {line_of('return torch.linalg.qr(self.layer(x)).Q')}",
         "  why     without one the compiler cannot know which of its dims may be sharded",
-        '  try     nd.register_rule("aten.logcumsumexp.default", "… -> …")',
+        '  try     nd.register_rule("aten.linalg_qr.default", "… -> …")',
         "  try     write it with ops that have a rule",
     )
 

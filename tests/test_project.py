@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "withheld": {"blocks"},
     "checkpoints": {"runtime"},
     "remat": {"runtime"},
-    "borders": {"blocks", "objects", "withheld", "checkpoints"},
+    "borders": {"blocks", "objects", "withheld", "checkpoints", "runtime"},
     "fold": {"blocks", "borders"},
     "rounded": {"runtime"},
     "answers": {"codegen", "rounded", "runtime"},

@@ -81,7 +81,7 @@ def _majors(size: Size, batch: Size, steps: Mapping[str, int] | None) -> list[Si
     """
     if "b" not in size.symbols or len(size.symbols) < 2 or size.coefficient % batch.coefficient:
         return [ONE]
-    step = max(steps[symbol] if steps else 1 for symbol in size.symbols if symbol != "b")
+    step = max((steps[symbol] if steps else 1 for symbol in size.symbols if symbol != "b"), default=1)
     times = size.coefficient // (batch.coefficient * step)
     several = [Size(times) * batch] if times > 1 and times * batch.coefficient * step == size.coefficient else []
     return [ONE, batch, *several]

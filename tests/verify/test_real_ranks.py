@@ -57,7 +57,7 @@ def turned(y: Tensor, dtype: torch.dtype, along: Any) -> Tensor:
 
 
 def turned_weights(got: Tensor, part: Any, axis: Any) -> Tensor:
-    return whole_of_gathered(got.view(axis.size, -1).roll(1, 0).flatten(), part, axis)
+    return whole_of_gathered(got.view(axis.size, -1).roll(1, 0).view(got.shape), part, axis)
 
 
 whole_of_gathered = parts.whole_of_gathered
