@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import multiprocessing
 import re
@@ -80,21 +79,25 @@ def test_405b_takes_seconds_and_fits_on_a_laptop() -> None:
     assert held < 3e9
 
 
-def test_depth_costs_nothing() -> None:
-    """80 blocks of an 8B Llama in less than 1.3 times the CPU time of 8, and under 300 lines of source for both.
+def of_8b_alone(layers: int) -> tuple[float, int]:
+    """CPU seconds of the first compilation of a process, and the lines of the source."""
+    model = llama(layers, 4096, 14_336, 32)
+    begin = time.process_time()
+    program = nd.compile(model, "dp_shard=32, tp=8")
+    return time.process_time() - begin, len(str(program).splitlines())
 
-    The best of up to five, as other work may share the core; each from a heap without garbage.
+
+def test_depth_costs_nothing() -> None:
+    """80 blocks of an 8B Llama in less than 1.3 times the CPU time of 8, each in a process of its own, and under 300
+    lines of source for both. The best of up to three, as other work may share the core.
     """
-    nd.compile(llama(2, 512, 1024, 8), "tp=2")  # imports, and what torch makes once
-    models = {layers: llama(layers, 4096, 14_336, 32) for layers in (8, 80)}
-    seconds: dict[int, list[float]] = {layers: [] for layers in models}
-    while len(seconds[80]) < 5 and not (seconds[80] and min(seconds[80]) < 1.3 * min(seconds[8])):
-        for layers, model in models.items():
-            gc.collect()
-            begin = time.process_time()
-            program = nd.compile(model, "dp_shard=32, tp=8")
-            seconds[layers].append(time.process_time() - begin)
-            assert len(str(program).splitlines()) < 300
+    seconds: dict[int, list[float]] = {8: [], 80: []}
+    while len(seconds[80]) < 3 and not (seconds[80] and min(seconds[80]) < 1.3 * min(seconds[8])):
+        for layers, found in seconds.items():
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                taken, lines = pool.apply(of_8b_alone, (layers,))
+            found.append(taken)
+            assert lines < 300
     assert min(seconds[80]) < 1.3 * min(seconds[8])
 
 
