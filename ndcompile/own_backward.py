@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,16 +32,51 @@ def derivatives_alone() -> Iterator[None]:
 
     def seen(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal trying
-        ours = not trying and not kind.__module__.startswith("torch.")
-        if ours and torch.is_grad_enabled() and any(map(_differentiated, args)):
+        if not trying and any(map(_differentiated, args)):
             trying = True
             try:
                 _require_derivative(kind, args, kwargs)
             finally:
                 trying = False
 
-    with private.functions_seen(seen):
+    with _forwards_seen(seen):
         yield
+
+
+@contextmanager
+def _forwards_seen(seen: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Tell `seen` of each call of a `Function`, by whatever name it is called: many keep `f = Function.apply`, which
+    looks for the class's `forward`.
+    """
+    kinds = [kind for kind in _below(torch.autograd.Function) if not kind.__module__.startswith("torch.")]
+    before = {kind: vars(kind).get("forward") for kind in kinds}
+    for kind in kinds:
+        setattr(kind, "forward", staticmethod(_seeing(kind, seen)))  # noqa: B010
+    try:
+        yield
+    finally:
+        for kind, forward in before.items():
+            if forward is None:
+                delattr(kind, "forward")
+            else:
+                setattr(kind, "forward", forward)  # noqa: B010
+
+
+def _below(kind: Any) -> Iterator[Any]:
+    for each in dict.fromkeys(kind.__subclasses__()):
+        yield each
+        yield from _below(each)
+
+
+def _seeing(kind: Any, seen: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> Callable[..., Any]:
+    forward, first = kind.forward, int(kind.setup_context is torch.autograd.Function.setup_context)
+
+    @functools.wraps(forward)
+    def call(*given: Any, **kwargs: Any) -> Any:
+        seen(kind, given[first:], kwargs)
+        return forward(*given, **kwargs)
+
+    return call
 
 
 def _differentiated(x: Any) -> bool:

@@ -414,26 +414,6 @@ def untraced() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def functions_seen(seen: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
-    """Tell `seen` of each call of a `torch.autograd.Function`: its class and what it is given, by whatever name it is
-    called. Many keep `f = Function.apply`, so it is the first that `apply` itself calls which looks who calls it.
-    """
-    module = torch.autograd.function
-    own = module._is_setup_context_defined
-
-    def looks(method: Any) -> bool:
-        given = inspect.currentframe().f_back.f_locals  # type: ignore[union-attr]
-        seen(given["cls"], given["args"], given["kwargs"])
-        return own(method)
-
-    module._is_setup_context_defined = looks
-    try:
-        yield
-    finally:
-        module._is_setup_context_defined = own
-
-
 def hint(size: Any) -> Any:
     """A symbolic size as it is in the example; anything else is itself."""
     return size.node.hint if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
