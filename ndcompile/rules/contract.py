@@ -119,7 +119,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         [
             f"aten.{name}.default"
-            for name in ("linalg_inv", "inverse", "linalg_cholesky", "cholesky", "matrix_exp", "linalg_matrix_exp")
+            for name in ("linalg_inv", "inverse", "linalg_cholesky", "matrix_exp", "linalg_matrix_exp")
         ],
         MATRICES,
     ),

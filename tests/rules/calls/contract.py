@@ -181,7 +181,7 @@ CALLS: Calls = {
     **calls("dot.default vdot.default", inner),
     **calls("addmv.default addbmm.default", added_to),
     **calls(
-        "linalg_inv.default inverse.default linalg_cholesky.default cholesky.default matrix_exp.default "
+        "linalg_inv.default inverse.default linalg_cholesky.default matrix_exp.default "
         "linalg_matrix_exp.default linalg_det.default det.default logdet.default linalg_slogdet.default "
         "slogdet.default linalg_eigvalsh.default linalg_svdvals.default",
         of_matrices,
