@@ -26,6 +26,7 @@ from torch.fx.node import has_side_effect
 from torch.fx.traceback import preserve_node_meta, set_stack_trace
 from torch.utils import _pytree as pytree
 
+from ndcompile import forwards
 from ndcompile.blocks import (
     CONTAINERS,
     KINDS,
@@ -127,18 +128,9 @@ class Borders:
     def marked(self) -> Iterator[None]:
         """While it holds, calls of blocks are traced as the head of this file says."""
         classes: set[Any] = {type(block) for block in self.blocks.values()}
-        forwards = {cls: vars(cls).get("forward") for cls in classes}
         _TRACED.clear()
-        for cls in forwards:
-            setattr(cls, "forward", self._marking(cls, cls.forward))  # noqa: B010
-        try:
+        with forwards.replaced({cls: self._marking(cls, cls.forward) for cls in classes}):
             yield
-        finally:
-            for cls, forward in forwards.items():
-                if forward is None:
-                    delattr(cls, "forward")
-                else:
-                    setattr(cls, "forward", forward)  # noqa: B010
 
     def _marking(self, cls: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
         def plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -66,6 +66,18 @@ class Builder:
         if isinstance(number, fx.Node):
             number.meta |= dict(of=(of, tuple(dims)), less=less)
         return number
+
+
+def lower(graph: fx.GraphModule, lowerings: Mapping[Any, Callable[[Builder, fx.Node], fx.Node | None]]) -> None:
+    """Write each node that has a lowering as what that makes in its place; where it makes nothing, the node stays."""
+    for node in list(graph.graph.nodes):
+        if node.target not in lowerings:
+            continue
+        with graph.graph.inserting_before(node):
+            result = lowerings[node.target](Builder(graph.graph, node), node)
+        if result is not None:
+            node.replace_all_uses_with(result)
+            graph.graph.erase_node(node)
 
 
 def stands_with(origin: fx.Node, *which: Any) -> dict[str, Any]:

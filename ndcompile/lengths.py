@@ -10,7 +10,7 @@ from torch import fx
 from ndcompile.axes import KINDS, parts
 from ndcompile.mesh import MeshSpec
 from ndcompile.size import Size
-from ndcompile.units import symbol_sizes
+from ndcompile.units import units_of
 
 
 def multiples(graph: fx.GraphModule, mesh: MeshSpec) -> dict[str, dict[str, int]]:
@@ -18,7 +18,7 @@ def multiples(graph: fx.GraphModule, mesh: MeshSpec) -> dict[str, dict[str, int]
 
     Reads `layout`.
     """
-    found, units = dict[str, dict[str, int]](), symbol_sizes(graph, mesh)
+    found, units = dict[str, dict[str, int]](), units_of(graph, mesh)
     for node in graph.graph.nodes:
         if "layout" not in node.meta or node.meta["layout"] is None:
             continue

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ndcompile import forwards
 from ndcompile.errors import NotOneGraph
 from ndcompile.runtime import private
 
@@ -49,17 +50,8 @@ def _forwards_seen(seen: Callable[[Any, tuple[Any, ...], dict[str, Any]], None])
     looks for the class's `forward`.
     """
     kinds = [kind for kind in _below(torch.autograd.Function) if not kind.__module__.startswith("torch.")]
-    before = {kind: vars(kind).get("forward") for kind in kinds}
-    for kind in kinds:
-        setattr(kind, "forward", staticmethod(_seeing(kind, seen)))  # noqa: B010
-    try:
+    with forwards.replaced({kind: staticmethod(_seeing(kind, seen)) for kind in kinds}):
         yield
-    finally:
-        for kind, forward in before.items():
-            if forward is None:
-                delattr(kind, "forward")
-            else:
-                setattr(kind, "forward", forward)  # noqa: B010
 
 
 def _below(kind: Any) -> Iterator[Any]:
@@ -69,7 +61,7 @@ def _below(kind: Any) -> Iterator[Any]:
 
 
 def _seeing(kind: Any, seen: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> Callable[..., Any]:
-    forward, first = kind.forward, int(kind.setup_context is torch.autograd.Function.setup_context)
+    forward, first = kind.forward, int(_takes_context(kind))
 
     @functools.wraps(forward)
     def call(*given: Any, **kwargs: Any) -> Any:
@@ -77,6 +69,11 @@ def _seeing(kind: Any, seen: Callable[[Any, tuple[Any, ...], dict[str, Any]], No
         return forward(*given, **kwargs)
 
     return call
+
+
+def _takes_context(kind: Any) -> bool:
+    """Whether `forward` gets the context first: no `setup_context` gets it after."""
+    return kind.setup_context is torch.autograd.Function.setup_context
 
 
 def _differentiated(x: Any) -> bool:
@@ -128,8 +125,7 @@ def _gradients(run: Any, given: Sequence[Any]) -> list[Tensor]:
 
 def _forward(kind: Any, *given: Any, **kwargs: Any) -> Any:
     """By torch's ops alone."""
-    old = kind.setup_context is torch.autograd.Function.setup_context
-    return kind.forward(_Context(given), *given) if old else kind.forward(*given, **kwargs)
+    return kind.forward(_Context(given), *given) if _takes_context(kind) else kind.forward(*given, **kwargs)
 
 
 class _Context:

@@ -20,7 +20,7 @@ from ndcompile.rules.notation import Signature
 from ndcompile.rules.registry import op_name, operands, results, signature, updates
 from ndcompile.rules.rows import Row, rows
 from ndcompile.size import Size
-from ndcompile.units import symbol_sizes
+from ndcompile.units import units_of
 
 OUTPUT = "output"
 
@@ -46,7 +46,7 @@ class State:
     def __post_init__(self) -> None:
         rest = self.mesh.world_size // data_ranks(self.mesh)
         self.steps = defaultdict(lambda: rest)
-        self.steps |= {name: size.coefficient for name, size in symbol_sizes(self.graph, self.mesh).items()}
+        self.steps |= {name: size.coefficient for name, size in units_of(self.graph, self.mesh).items()}
         for node in self.ops():
             if node.target is not getitem:
                 self.signatures[node] = signature(node)

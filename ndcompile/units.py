@@ -13,7 +13,7 @@ from ndcompile.mesh import MeshSpec
 from ndcompile.size import Size
 
 
-def symbol_sizes(graph: fx.GraphModule, mesh: MeshSpec) -> dict[str, Size]:
+def units_of(graph: fx.GraphModule, mesh: MeshSpec) -> dict[str, Size]:
     """What each symbol of the graph's sizes stands for in those of `shape`; so does a length's number of whole chunks.
 
     A symbol of `shape` is a part that they all are multiples of, where what an axis cuts divides (`multiples`): of

@@ -11,7 +11,7 @@ from ndcompile.errors import CompileError
 from ndcompile.mesh import MeshSpec
 from ndcompile.passes.mark_recomputed import MADE_BY
 from ndcompile.placement import COLLECTIVES, Placement, R, S
-from ndcompile.rules.registry import op_name, operands, signature
+from ndcompile.rules.registry import BY_INDEX, op_name, operands, signature
 from ndcompile.rules.rows import rows
 
 Cuts = dict[fx.Node, int | None]
@@ -126,7 +126,7 @@ SHAPED = (
 
 def _of_op(node: fx.Node, cuts: Cuts, mesh: MeshSpec) -> int | None:
     name, given = op_name(node.target), operands(node)
-    if name in ("runtime.dropout", "runtime.uniform", "runtime.attention_with_dropout"):
+    if name in BY_INDEX:
         raise Whole("random numbers are drawn by each element's place in the whole batch", node)
     if node.meta.get("how") or node.meta.get("algorithm_axes"):
         raise Whole("an op communicates by itself", node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -21,7 +22,7 @@ from ndcompile.precision import Precision
 from ndcompile.route import Move, route
 from ndcompile.rules.registry import operands, results
 from ndcompile.size import Size
-from ndcompile.units import symbol_sizes
+from ndcompile.units import units_of
 
 
 def insert_collectives(graph: fx.GraphModule, mesh: MeshSpec, precision: Precision) -> fx.GraphModule:
@@ -51,6 +52,10 @@ class _Inserter:
     @property
     def sizes(self) -> dict[str, int]:
         return {axis.name: axis.size for axis in self.mesh.axes}
+
+    @cached_property
+    def units(self) -> dict[str, Size]:
+        return units_of(self.graph, self.mesh)
 
     def converted(self, value: fx.Node, wanted: Layout, before: fx.Node) -> fx.Node:
         """The value in layout `wanted`, by nodes that stand before `before`'s segment first needs them."""
@@ -83,10 +88,10 @@ class _Inserter:
         return self._view(there, sizes, wanted, before, segment)
 
     def _global(self, within: str) -> Any:
-        """The size that a layout names, as a global one: its symbols are parts of the lengths (`symbol_sizes`)."""
-        size, units = Size.read(within), symbol_sizes(self.graph, self.mesh)
+        """The size that a layout names, as a global one: its symbols are parts of the lengths (`units_of`)."""
+        size = Size.read(within)
         symbols = [sympy.Symbol(name, positive=True, integer=True) for name in size.symbols]
-        parts = math.prod(units[name].coefficient for name in size.symbols if name in units)
+        parts = math.prod(self.units[name].coefficient for name in size.symbols if name in self.units)
         return sympy.Rational(size.coefficient, parts) * sympy.prod(symbols)
 
     def _view(
@@ -97,7 +102,7 @@ class _Inserter:
             listed = [build.number(size) for size in sizes]
             node = build(torch.ops.aten.reshape.default, value, listed, sizes=sizes, dtype=value.meta["dtype"])
         node.meta |= {k: value.meta[k] for k in ("nbytes", "grad")} | segment
-        shape = tuple(Size.of(n, symbol_sizes(self.graph, self.mesh)) for n in sizes)
+        shape = tuple(Size.of(n, self.units) for n in sizes)
         node.meta |= dict(shape=shape, layout=layout, wanted=(value.meta["layout"],))
         return node
 

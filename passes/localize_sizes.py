@@ -13,7 +13,7 @@ from torch import fx
 from ndcompile import runtime
 from ndcompile.mesh import HEAD_TAIL, MeshAxis, MeshSpec, kind_of
 from ndcompile.rules.over_ranks import over_ranks
-from ndcompile.rules.registry import arguments
+from ndcompile.rules.registry import BY_INDEX, arguments, op_name
 from ndcompile.size_nodes import size_node
 
 aten = torch.ops.aten
@@ -23,9 +23,6 @@ SHAPED = {
     runtime.uniform: 0,
 }  # fmt: skip
 """Ops that take a whole shape, with its place among their arguments."""
-
-DRAWN = (runtime.dropout, runtime.uniform, runtime.attention_with_dropout)
-"""Ops whose numbers depend on an element's place in the whole value."""
 
 ALONG = (runtime.convolve, runtime.running_sum)
 """Ops that look along a sequence."""
@@ -70,7 +67,7 @@ class _Localizer:
             node.target, node.kwargs = runtime.arange, dict(dtype=node.meta["dtype"])
         elif node.meta.get("algorithm_axes"):
             self.algorithm(node)
-        if node.target in DRAWN and "how" not in node.meta:
+        if op_name(node.target) in BY_INDEX and "how" not in node.meta:
             self.by_index(node)
 
     def by_index(self, node: fx.Node) -> None:

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from ndcompile.build import Builder
+from ndcompile.build import Builder, lower
 from ndcompile.passes.drop_noops import is_impure
 from ndcompile.rules.registry import arguments
 
@@ -21,14 +21,7 @@ def lower_draws(graph: fx.GraphModule) -> fx.GraphModule:
     """`bernoulli` compares uniform numbers with its probability, `exponential` takes their logarithm, `randn` is by Box
     and Muller of two of them. What lent a draw its size alone is erased.
     """
-    for node in list(graph.graph.nodes):
-        lower = LOWERINGS.get(node.target)
-        if lower is None:
-            continue
-        with graph.graph.inserting_before(node):
-            drawn = lower(Builder(graph.graph, node), node)
-        node.replace_all_uses_with(drawn)
-        graph.graph.erase_node(node)
+    lower(graph, LOWERINGS)
     graph.graph.eliminate_dead_code(is_impure)
     graph.recompile()
     return graph

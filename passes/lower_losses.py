@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ndcompile import runtime
-from ndcompile.build import Builder
+from ndcompile.build import Builder, lower
 from ndcompile.errors import CompileError
 from ndcompile.rules.registry import arguments, describe
 
@@ -23,15 +23,7 @@ def lower_losses(graph: fx.GraphModule) -> fx.GraphModule:
     """`cross_entropy` and `nll_loss` become one loss a token, their sum, and the count of tokens that count; `mse_loss`
     and means over a symbolic dim become a sum divided by the number of elements of all ranks together.
     """
-    for node in list(graph.graph.nodes):
-        lower = LOWERINGS.get(node.target)
-        if lower is None:
-            continue
-        with graph.graph.inserting_before(node):
-            result = lower(Builder(graph.graph, node), node)
-        if result is not None:
-            node.replace_all_uses_with(result)
-            graph.graph.erase_node(node)
+    lower(graph, LOWERINGS)
     graph.recompile()
     return graph
 

@@ -14,7 +14,7 @@ from ndcompile.mesh import MeshSpec
 from ndcompile.passes.mark_blocks import is_port
 from ndcompile.rules.registry import operands, passes_gradients
 from ndcompile.size import Size
-from ndcompile.units import symbol_sizes
+from ndcompile.units import units_of
 
 
 def measure_values(graph: fx.GraphModule, mesh: MeshSpec) -> fx.GraphModule:
@@ -26,7 +26,7 @@ def measure_values(graph: fx.GraphModule, mesh: MeshSpec) -> fx.GraphModule:
 
 def measure(graph: fx.GraphModule, mesh: MeshSpec) -> None:
     """Set `shape` (monomials): the batch is a multiple of the data axes, a sequence of the others."""
-    data, symbols = data_ranks(mesh), symbol_sizes(graph, mesh)
+    data, symbols = data_ranks(mesh), units_of(graph, mesh)
     for node in graph.graph.nodes:
         if "sizes" in node.meta:
             node.meta["shape"] = tuple(Size.of(size, symbols) for size in node.meta["sizes"])

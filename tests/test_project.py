@@ -39,7 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "withheld": {"blocks"},
     "checkpoints": {"runtime"},
     "remat": {"runtime"},
-    "borders": {"blocks", "objects", "withheld", "checkpoints", "runtime"},
+    "forwards": set(),
+    "borders": {"blocks", "forwards", "objects", "withheld", "checkpoints", "runtime"},
     "fold": {"blocks", "borders"},
     "rounded": {"runtime"},
     "answers": {"codegen", "rounded", "runtime"},
@@ -48,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "conditions": {"codegen", "known", "rounded", "runtime"},
     "labels": {"autocast", "counts", "known", "rounded"},
     "drawn": {"runtime"},
-    "own_backward": {"runtime"},
+    "own_backward": {"forwards", "runtime"},
     "capture": {
         "autocast",
         "inputs",

@@ -11,7 +11,8 @@ from typing import Any
 from torch import fx
 
 from ndcompile.rules.images import RESIZED
-from ndcompile.rules.registry import arguments, op_name, operands
+from ndcompile.rules.layers import made_whole
+from ndcompile.rules.registry import RULES, arguments, op_name, operands
 
 Texts = tuple[str | None, ...]
 """Of each dim what it is called; None where it is a symbol's."""
@@ -45,7 +46,7 @@ def is_written(node: fx.Node) -> bool:
         given = arguments(node)
         ends = given.get("start", 0), given["end"]
         return all(isinstance(end, int) for end in ends) and ends != (0, node.meta["sizes"][0])
-    return op_name(node.target) in WRITTEN
+    return RULES.get(op_name(node.target)) is made_whole
 
 
 def _each(values: Any, count: int, default: int) -> list[int]:
@@ -188,10 +189,3 @@ MADE: dict[str, Made] = {
     "aten.group_norm.default": _by_group,
     **{f"aten.{name}.vec": _resized for name in RESIZED},
 }  # fmt: skip
-
-WRITTEN = frozenset(
-    ["runtime.literal", "aten.eye.m"]
-    + [f"aten.{name}.default" for name in ("eye", "linspace", "logspace", "tril_indices", "triu_indices")]
-    + [f"aten.{name}_window.{of}" for name in ("hann", "hamming", "blackman") for of in ("default", "periodic")]
-)
-"""What is made of numbers alone."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ndcompile.codegen.sizes import SizeNames, axis_name
+from ndcompile.codegen.sizes import WRITTEN_SHAPES, SizeNames, axis_name
 from ndcompile.mesh import HEAD_TAIL, MeshAxis
 from ndcompile.placement import BY_NAME
 from ndcompile.rules.images import RESIZED
@@ -269,14 +269,17 @@ def _uneven(w: Writer, node: fx.Node) -> str:
 
 def _dropout(w: Writer, node: fx.Node) -> str:
     x, p, key, site = node.args
-    given = f"shards={_shards(w, node)}{_uneven(w, node)}{_balanced(w, node)}"
-    return f"dropout({w.text(x)}, {p}, {w.text(key)}, {site}, {given})"
+    return f"dropout({w.text(x)}, {p}, {w.text(key)}, {site}, {_place(w, node)})"
 
 
 def _uniform(w: Writer, node: fx.Node) -> str:
     _, key, site, dtype = node.args
-    given = f"shards={_shards(w, node)}{_uneven(w, node)}{_balanced(w, node)}"
-    return f"uniform({_listed_shape(w, node)}, {w.text(key)}, {site}, {dtype}, {given})"
+    return f"uniform({_listed_shape(w, node)}, {w.text(key)}, {site}, {dtype}, {_place(w, node)})"
+
+
+def _place(w: Writer, node: fx.Node) -> str:
+    """Where in the whole value a rank's part of it lies."""
+    return f"shards={_shards(w, node)}{_uneven(w, node)}{_balanced(w, node)}"
 
 
 def _balanced(w: Writer, node: fx.Node) -> str:
@@ -305,7 +308,7 @@ def _attention_with_dropout(w: Writer, node: fx.Node) -> str:
     if "how" in node.meta:
         batch_and_heads = {d: axes for d, axes in enumerate(node.meta["layout"].dims[:2]) if axes}
         return _over_ranks(w, node, f"shards={_mapped(w, batch_and_heads)}")
-    return f"attention_with_dropout({w.listed(node)}, shards={_shards(w, node)}{_uneven(w, node)}{_balanced(w, node)})"
+    return f"attention_with_dropout({w.listed(node)}, {_place(w, node)})"
 
 
 def _layer_norm(w: Writer, node: fx.Node) -> str:
@@ -339,7 +342,7 @@ def _group_norm(w: Writer, node: fx.Node) -> str:
 
 def _index_put(w: Writer, node: fx.Node) -> str:
     """torch's function takes no place that is left out."""
-    left_out = None in node.args[1]  # type: ignore[operator]  # its indices are a list
+    left_out = None in arguments(node)["indices"]
     return f"{'torch.ops.aten.index_put.default' if left_out else 'torch.index_put'}({w.listed(node)})"
 
 
@@ -369,10 +372,7 @@ def _scale_gradient(w: Writer, node: fx.Node) -> str:
     return f"scale_gradient({w.text(node.args[0])}, 1 / {w.axis(node.meta['data_axes'])}.size)"
 
 
-RESHAPES = (
-    "aten.view.default", "aten.reshape.default", "aten._unsafe_view.default",
-    "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
-)  # fmt: skip
+RESHAPES = (*WRITTEN_SHAPES, "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims")
 """Written with all sizes: a squeeze would also drop a dim that is of size 1 on this rank only."""
 
 SPECIAL: dict[str, Callable[[Writer, fx.Node], str]] = {

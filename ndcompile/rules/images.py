@@ -5,6 +5,7 @@ A window or a sample needs its neighbours, so space is whole; the batch and (mos
 
 from __future__ import annotations
 
+from ndcompile.rules.layers import convolution
 from ndcompile.rules.notation import Call, Rule, Signature, line
 from ndcompile.size import ONE, Shape, Size
 
@@ -65,16 +66,6 @@ def sampled(call: Call) -> Signature:
     return line(f"(n c {space})/(n {places} g!) -> n c {places}")(call)
 
 
-def transposed_convolution(call: Call) -> Signature:
-    """As a convolution, but the kernel has input channels first; groups would need another number on each rank."""
-    space = len(call.operands[1]) - 2
-    source, window, target = (" ".join(f"{letter}{d}!" for d in range(space)) for letter in "xwy")
-    c, o, k = ("c", "o", "o") if call.arguments["groups"] == 1 else ("c!", "o!", "k!")
-    batch = "n " if len(call.operands[0]) == space + 2 else ""
-    pair = f"({batch}{c} {source})({c} {k} {window})"
-    return line(f"{pair} -> {batch}{o} {target}", f"{pair} + {o} -> {batch}{o} {target}")(call)
-
-
 def _space(shape: Shape, letter: str) -> str:
     return " ".join(f"{letter}{d}!" for d in range(len(shape)))
 
@@ -94,7 +85,7 @@ RULES: dict[str, Rule] = {
     "aten.im2col.default": windows,
     "aten.col2im.default": from_windows,
     "aten.grid_sampler.default": sampled,
-    "aten.conv_transpose1d.default": transposed_convolution,
-    "aten.conv_transpose2d.input": transposed_convolution,
-    "aten.conv_transpose3d.input": transposed_convolution,
+    "aten.conv_transpose1d.default": convolution(transposed=True),
+    "aten.conv_transpose2d.input": convolution(transposed=True),
+    "aten.conv_transpose3d.input": convolution(transposed=True),
 }

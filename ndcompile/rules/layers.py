@@ -66,18 +66,25 @@ def gathered(call: Call) -> Signature:
     return line(f"({table})({taken}) -> {taken}")(call)
 
 
-def convolution(call: Call) -> Signature:
-    """`conv1d` to `conv3d` over batch, and over output or input channels.
+def convolution(transposed: bool) -> Rule:
+    """`conv1d` to `conv3d` over batch, and over output or input channels; `transposed` ones, whose kernel has input
+    channels first.
 
     A window needs its neighbours, so space is whole. So are channels in groups: a shard would need another number of
     groups.
     """
-    space = len(call.operands[1]) - 2
-    source, window, target = (" ".join(f"{letter}{d}!" for d in range(space)) for letter in "xwy")
-    c, o, k = ("c", "o", "c") if call.arguments["groups"] == 1 else ("c!", "o!", "k!")
-    batch = "n " if len(call.operands[0]) == space + 2 else ""
-    product = f"({batch}{c} {source})({o} {k} {window})"
-    return line(f"{product} -> {batch}{o} {target}", f"{product} + {o} -> {batch}{o} {target}")(call)
+
+    def rule(call: Call) -> Signature:
+        space = len(call.operands[1]) - 2
+        source, window, target = (" ".join(f"{letter}{d}!" for d in range(space)) for letter in "xwy")
+        c, o = ("c", "o") if call.arguments["groups"] == 1 else ("c!", "o!")
+        first, second = (c, o) if transposed else (o, c)
+        second = second if call.arguments["groups"] == 1 else "k!"
+        batch = "n " if len(call.operands[0]) == space + 2 else ""
+        product = f"({batch}{c} {source})({first} {second} {window})"
+        return line(f"{product} -> {batch}{o} {target}", f"{product} + {o} -> {batch}{o} {target}")(call)
+
+    return rule
 
 
 def convolve(call: Call) -> Signature:
@@ -228,7 +235,11 @@ RULES: dict[str, Rule] = {
     "aten.index.Tensor": lookup,
     "aten.index_put.default": placed,
     "aten.gather.default": gathered,
-    **{f"aten.conv{n}d.{overload}": convolution for n in (1, 2, 3) for overload in ("default", "padding")},
+    **{
+        f"aten.conv{n}d.{overload}": convolution(transposed=False)
+        for n in (1, 2, 3)
+        for overload in ("default", "padding")
+    },
     **{f"aten.max_pool{n}d.default": pooled(linear=False) for n in (1, 2, 3)},
     **{f"aten.avg_pool{n}d.default": pooled(linear=True) for n in (1, 2, 3)},
     **{f"aten.adaptive_avg_pool{n}d.default": pooled(linear=True) for n in (1, 2, 3)},

@@ -22,6 +22,9 @@ _BUILT_IN = dict(RULES)
 _GIVEN: dict[str, tuple[Rule, str]] = {}
 
 
+BY_INDEX = frozenset({"runtime.dropout", "runtime.uniform", "runtime.attention_with_dropout"})
+"""Ops whose random numbers are functions of an element's place in the whole value."""
+
 STOPS_GRADIENTS = frozenset({"aten.detach.default", "runtime.moving_average"})
 
 

@@ -267,7 +267,8 @@ def bounds(size: Any, ranges: Mapping[Any, tuple[int, int | None]]) -> tuple[Any
     found = bound_sympy(size, given)
     if found.is_bool:
         return bool(found.lower), bool(found.upper)
-    return tuple(int(end) if end.is_Integer else None for end in (found.lower, found.upper))  # type: ignore[return-value]
+    least, most = (int(end) if end.is_Integer else None for end in (found.lower, found.upper))
+    return least, most
 
 
 def decomposition(op: Any) -> Callable[..., Any] | None:

@@ -11,13 +11,10 @@ from ndcompile.program import Program
 from ndcompile.verify.domain import FAILURES, Float64
 from ndcompile.verify.execute import on_one_device
 from ndcompile.verify.sample import draw, symbol_sizes
-from ndcompile.verify.shrink import Small, parameter_count, shrink
+from ndcompile.verify.shrink import ELEMENTS, RANKS, SMALL_ENOUGH, Small, parameter_count, shrink
 
 ATTEMPTS = 20
 """How many sizes are tried until the reference runs at them."""
-
-RANKS, ELEMENTS = 16, 2_000_000
-"""A program of more ranks, or with more elements in its parameters, runs at small sizes."""
 
 
 def cases_of(program: Program, model: nn.Module | None) -> list[Program]:
@@ -54,7 +51,7 @@ def _fitting(program: Program, model: nn.Module | None, ranks: dict[str, int]) -
     raise CompileError(
         "no small sizes were found at which the model runs",
         why=str(failure),
-        tries=f"a configuration of at most {ELEMENTS:,} parameters on at most {RANKS} ranks: it runs at its own sizes",
+        tries=SMALL_ENOUGH,
     ) from failure
 
 

@@ -21,7 +21,7 @@ from ndcompile.program import Program
 from ndcompile.reference import walk
 from ndcompile.rules.registry import describe, op_name
 from ndcompile.size import Size
-from ndcompile.units import symbol_sizes as units_of
+from ndcompile.units import units_of
 from ndcompile.verify.compare import BAR, Difference
 from ndcompile.verify.domain import Domain
 from ndcompile.verify.execute import alone, cotangent_scales, emitted, forward_of, result_layouts

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ndcompile.mesh import KINDS, MeshSpec
 from ndcompile.placement import BY_NAME, COLLECTIVES, REDUCING
+from ndcompile.rules.registry import BY_INDEX
 from ndcompile.verify.calls import BLOCK, KEY, LOST, ROUND, VALUE, WAY, recalled
 from ndcompile.verify.reorder import BUCKET, EVERYWHERE, HERE, Reordered, reordered
 from ndcompile.verify.sites import Site
@@ -182,7 +183,7 @@ def _cast_down(site: Site) -> list[str]:
 
 def _seeds(site: Site) -> list[str]:
     shards = site.keyword("shards")
-    if site.name not in ("dropout", "uniform", "attention_with_dropout") or shards is None:
+    if f"runtime.{site.name}" not in BY_INDEX or shards is None:
         return []
     found = [f"{site.name}({site.arguments(shards='{}', sizes=None)})"] if shards != "{}" else []
     for name in site.mesh.names:

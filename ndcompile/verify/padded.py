@@ -12,8 +12,8 @@ from sympy import sympify
 from torch import Tensor
 from torch.nn import functional as F
 
-from ndcompile import runtime
 from ndcompile.program import Program
+from ndcompile.rules.registry import BY_INDEX, op_name
 from ndcompile.runtime.lengths import Grown, lengthened, pairs
 from ndcompile.verify.domain import NotInDomain, ZeroDenominator
 from ndcompile.verify.execute import Step, on_one_device
@@ -23,7 +23,6 @@ from ndcompile.verify.sample import Sample, draw
 
 KIND = "pads change nothing"
 ATTEMPTS = 20
-DRAWN = (runtime.dropout, runtime.uniform, runtime.attention_with_dropout)
 
 
 def claim(program: Program, model: Any, seeds: int, device: Any) -> Claim:
@@ -47,7 +46,7 @@ def claim(program: Program, model: Any, seeds: int, device: Any) -> Claim:
 def _draws_along(program: Program) -> bool:
     """Whether numbers are drawn by an index in a whole that pads make longer."""
     longer = set(program.manifest.multiples)
-    drawn = [n for n in program.folded_reference.graph.nodes if n.target in DRAWN]
+    drawn = [n for n in program.folded_reference.graph.nodes if op_name(n.target) in BY_INDEX]
     return any(longer & {str(s) for size in n.meta["sizes"] for s in sympify(size).free_symbols} for n in drawn)
 
 

@@ -36,6 +36,12 @@ ROUNDS = 2
 """How many of the rounds that a run's second one stands for are kept."""
 
 
+RANKS, ELEMENTS = 16, 2_000_000
+"""A program of more ranks, or with more elements in its parameters, runs at small sizes."""
+
+SMALL_ENOUGH = f"a configuration of at most {ELEMENTS:,} parameters on at most {RANKS} ranks: it runs at its own sizes"
+
+
 @dataclass
 class Small(Program):
     """A program whose sizes were changed. `one_rank` is the text for one device at these sizes."""
@@ -70,7 +76,7 @@ def shrink(program: Program, ranks: Mapping[str, int] | None = None) -> Iterator
         raise CompileError(
             "no small sizes were found that keep the program's text",
             why="the numbers in its table fit together in no other way",
-            tries="a smaller configuration: one of at most 2,000,000 parameters on 16 ranks runs at its own sizes",
+            tries=SMALL_ENOUGH,
         )
 
 
