@@ -132,6 +132,7 @@ def copied(graph: fx.GraphModule) -> fx.GraphModule:
     new.output(output).meta = dict(graph.graph.output_node().meta)
     for node, twin in nodes.items():
         twin.meta = dict(node.meta)
+        twin.name = node.name  # fx would give an `input` another one, as it does whatever is a name of Python's own
     return fx.GraphModule(graph, new)
 
 

@@ -47,26 +47,33 @@ def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
 
     The second result gives the real tensor of each plain attribute by the id of its copy.
     """
+    twin, attributes = copy_with(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+    choose_experts(twin, "batched_mm")
+    return twin, attributes
+
+
+def copy_with(model: nn.Module, made: Callable[[Tensor], Tensor]) -> tuple[nn.Module, dict[int, Tensor]]:
+    """A copy of the model that has in each tensor's place what is `made` of it; the second result as `on_meta`'s."""
     memo: dict[int, Any] = {}
     modules = list(model.modules())
     for tensor in (t for m in modules for held in (m._parameters, m._buffers) for t in held.values() if t is not None):
-        twin = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = (
-            nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
-        )
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _as_parameter(made(tensor), tensor) if isinstance(tensor, nn.Parameter) else made(tensor)
     attributes: dict[int, Tensor] = {}
     for value in (value for m in modules for name, value in vars(m).items() if name not in KINDS):
         if type(value) in CONTAINERS and not value:
             memo.setdefault(id(value), type(value)())
         for leaf in () if type(value) in PLAIN or id(value) in memo else pytree.tree_leaves(value):
             if isinstance(leaf, Tensor) and id(leaf) not in memo:
-                memo[id(leaf)] = torch.empty_like(leaf, device="meta")
+                memo[id(leaf)] = made(leaf)
                 attributes[id(memo[id(leaf)])] = leaf
     kinds = {kind for kind in set(map(type, modules)) if _copied_by_attributes(kind)}
     _copy_attributes([module for module in modules if type(module) in kinds], memo)
-    copied = copy.deepcopy(model, memo)
-    _batch_experts(copied)
-    return copied, attributes
+    return copy.deepcopy(model, memo), attributes
+
+
+def _as_parameter(made: Tensor, parameter: nn.Parameter) -> nn.Parameter:
+    return made if isinstance(made, nn.Parameter) else nn.Parameter(made, requires_grad=parameter.requires_grad)
 
 
 def _copy_attributes(modules: list[nn.Module], memo: dict[int, Any]) -> None:
@@ -87,14 +94,14 @@ def _copied_by_attributes(kind: type[nn.Module]) -> bool:
     return plain and not any("__slots__" in vars(base) for base in kind.__mro__)
 
 
-def _batch_experts(twin: nn.Module) -> None:
-    """transformers' experts choose an implementation by device and dtype; some read values on the host. The twin's take
-    the one that is plain ops of static shapes, which `recognise_experts` knows.
+def choose_experts(twin: nn.Module, implementation: str) -> None:
+    """transformers' experts choose an implementation by device and dtype; some read values on the host, some know no
+    float64. `batched_mm` is plain ops of static shapes, which `recognise_experts` knows; `eager` goes expert by expert.
     """
     for module in twin.modules():
         config: Any = vars(module).get("config")
         if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "batched_mm"
+            config._experts_implementation = implementation
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:

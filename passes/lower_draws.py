@@ -106,7 +106,15 @@ def _normal(build: Builder, node: fx.Node) -> fx.Node:
     length = build(aten.sqrt.default, _scaled(build, _log_of_rest(build, sizes, wide), -2.0, 0), **about)
     angle = build(aten.cos.default, _scaled(build, _uniform(build, sizes, wide), 2 * math.pi, 0), **about)
     x = build(aten.mul.Tensor, length, angle, **about)
-    return build.cast(_scaled(build, x, given.get("std", 1), given.get("mean", 0)), node.meta["dtype"])
+    std, mean = (_without_gradient(build, given.get(name, default)) for name, default in (("std", 1), ("mean", 0)))
+    return build.cast(_scaled(build, x, std, mean), node.meta["dtype"])
+
+
+def _without_gradient(build: Builder, x: Any) -> Any:
+    """What `torch.normal` takes has a gradient of zeros there."""
+    if not isinstance(x, fx.Node):
+        return x
+    return build(aten.detach.default, x, sizes=x.meta["sizes"], dtype=x.meta["dtype"])
 
 
 LOWERINGS: dict[Any, Callable[[Builder, fx.Node], fx.Node]] = {

@@ -172,6 +172,15 @@ def _by_group(given: Given, operands: list[Texts], made: Texts) -> Iterator[Pair
     yield channels, f"{given['num_groups']} * ({channels} // {given['num_groups']})"
 
 
+def _gates(count: int, first: int) -> Made:
+    """Rows of weights for each gate; the weights of the input are the operand `first`, those of the state follow."""
+
+    def made(given: Given, operands: list[Texts], made: Texts) -> Iterator[Pair]:
+        yield operands[first][0], f"{count} * {operands[first + 1][1]}"
+
+    return made
+
+
 MADE: dict[str, Made] = {
     **{f"aten.conv{n}d.{overload}": _convolution for n in (1, 2, 3) for overload in ("default", "padding")},
     "aten.conv_transpose1d.default": _transposed_convolution,
@@ -188,4 +197,8 @@ MADE: dict[str, Made] = {
     "aten.unfold.default": _cut_in_windows,
     "aten.group_norm.default": _by_group,
     **{f"aten.{name}.vec": _resized for name in RESIZED},
+    "runtime.lstm": _gates(4, 3),
+    "runtime.gru": _gates(3, 2),
+    "runtime.rnn_tanh": _gates(1, 2),
+    "runtime.rnn_relu": _gates(1, 2),
 }  # fmt: skip

@@ -189,16 +189,20 @@ class SizeNames:
                         break
 
     def _reached(self, node: fx.Node) -> Iterator[tuple[str, int]]:
-        """The ends of slices that are written as numbers; a table of positions has room for short sequences."""
+        """Places and ends of slices that are written as numbers; a table of positions has room for short sequences."""
         name = op_name(node.target) if node.op == "call_function" else ""
         if name == "aten.embedding.default" and not _is_input(operands(node)[1]):
             rows = operands(node)[0].meta["sizes"][0]
             yield self.whole(operands(node)[0], 0), min(rows, POSITIONS)
-        if name != "aten.slice.Tensor":
+        if name not in ("aten.slice.Tensor", "aten.select.int"):
             return
         source, given = operands(node)[0], arguments(node)
         dim = given["dim"] % len(source.meta["sizes"])
-        if isinstance(source.meta["sizes"][dim], int) and isinstance(given["end"], fx.Node):
+        if name == "aten.select.int":
+            index = given["index"]
+            if isinstance(index, int) and isinstance(source.meta["sizes"][dim], int):
+                yield self.whole(source, dim), max(index + 1, -index)
+        elif isinstance(source.meta["sizes"][dim], int) and isinstance(given["end"], fx.Node):
             yield self.whole(source, dim), min(source.meta["sizes"][dim], POSITIONS)
         elif isinstance(source.meta["sizes"][dim], int) and isinstance(given["end"], int):
             end = min(given["end"], source.meta["sizes"][dim])

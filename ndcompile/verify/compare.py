@@ -29,15 +29,15 @@ times the rounding of one number.
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not what it must be, on the first rank where it is not."""
+    """A tensor that is not what it must be, on the first rank where it is not; one device has no rank."""
 
     what: str
-    rank: int
+    rank: int | None
     distance: float
 
     def __str__(self) -> str:
         far = "another value" if math.isinf(self.distance) else f"{self.distance:.1e} away"
-        return f"{self.what}: {far} on rank {self.rank}"
+        return f"{self.what}: {far}" + ("" if self.rank is None else f" on rank {self.rank}")
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Comparison:
     def cancel(self, what: str, part_of_terms: float) -> None:
         self.cancelled[what] = max(part_of_terms, self.cancelled.get(what, 0.0))
 
-    def add(self, what: str, rank: int, distance: float, elements: int, bar: float) -> None:
+    def add(self, what: str, rank: int | None, distance: float, elements: int, bar: float) -> None:
         self.tensors += 1
         self.elements += elements
         if distance > self.worst:
@@ -83,16 +83,57 @@ def terms_of(program: Program, sample: Sample, domain: Domain) -> Terms:
     return cache(lambda part: cancelling.terms_of(program, sample, domain, part))
 
 
+class Whole:
+    """One device holds all."""
+
+    rank: int | None = None
+
+    def results(self, found: Sequence[Any]) -> Iterator[Any]:
+        return iter(found)
+
+    def parameter(self, name: str, whole: Tensor) -> Tensor:
+        return whole
+
+
+@dataclass
+class OnRank(Whole):
+    """What a rank of the program's mesh holds."""
+
+    program: Program
+    rank: int
+
+    def results(self, found: Sequence[Any]) -> Iterator[Any]:
+        mesh = self.program.mesh
+        for y, layout in zip(found, result_layouts(self.program), strict=True):
+            yield y if layout is None or not isinstance(y, Tensor) else part(y, layout.dims, mesh, self.rank)
+
+    def parameter(self, name: str, whole: Tensor) -> Tensor:
+        return part(whole, self.program.manifest.parameters[name].dims, self.program.mesh, self.rank)
+
+
 def compare(
     program: Program, sample: Sample, right: Sequence[Step], found: Sequence[Sequence[Step]], domain: Domain,
     first: int = 0, terms: Terms | None = None,
 ) -> Comparison:  # fmt: skip
     """All steps on all ranks, or on those from `first` on that are given. Who compares often may give `terms_of`."""
+    holders = [(OnRank(program, rank), steps) for rank, steps in enumerate(found, first)]
+    return _compare(right, holders, domain, terms or terms_of(program, sample, domain))
+
+
+def compare_wholes(
+    program: Program, sample: Sample, right: Sequence[Step], found: Sequence[Step], domain: Domain
+) -> Comparison:
+    """All steps of two that each run on one device."""
+    return _compare(right, [(Whole(), found)], domain, terms_of(program, sample, domain))
+
+
+def _compare(
+    right: Sequence[Step], found: Sequence[tuple[Whole, Sequence[Step]]], domain: Domain, terms: Terms
+) -> Comparison:
     comparison, bar = Comparison(), BAR[domain.exact]
-    terms = terms or terms_of(program, sample, domain)
     for number, step in enumerate(right):
-        for rank, steps in enumerate(found, first):
-            for name, mine, theirs, least in _pairs(program, step, steps[number], rank, domain):
+        for holder, steps in found:
+            for name, mine, theirs, least in _pairs(step, steps[number], holder, domain):
                 what = f"step {number}: {name}"
                 distance, elements = _distance(mine, theirs, least, domain)
                 if bar < distance < math.inf:
@@ -101,7 +142,7 @@ def compare(
                     if size is not None:
                         comparison.cancel(what, off / size)
                         distance = 0.0
-                comparison.add(what, rank, distance, elements, bar)
+                comparison.add(what, holder.rank, distance, elements, bar)
     return comparison
 
 
@@ -112,34 +153,25 @@ def _sizes(terms: Terms, what: str) -> Iterator[float]:
 
 def results_differ(program: Program, right: Sequence[Any], found: Sequence[Any], rank: int, domain: Domain) -> bool:
     """Whether a result of one microbatch is too far from what it must be on this rank."""
-    pairs = zip(found, _parts(program, right, rank), strict=True)
+    pairs = zip(found, OnRank(program, rank).results(right), strict=True)
     return any(not _distance(mine, whole, 1e-30, domain)[0] <= BAR[domain.exact] for mine, whole in pairs)
 
 
-def _parts(program: Program, results: Sequence[Any], rank: int) -> Iterator[Any]:
-    """What a rank holds of the results."""
-    for y, layout in zip(results, result_layouts(program), strict=True):
-        yield y if layout is None or not isinstance(y, Tensor) else part(y, layout.dims, program.mesh, rank)
-
-
-def _pairs(
-    program: Program, right: Step, found: Step, rank: int, domain: Domain
-) -> Iterator[tuple[str, Any, Any, float]]:
-    """(what, the rank's tensor, what it must be, the least norm that a distance is measured by)."""
-    mesh, dims = program.mesh, {name: plan.dims for name, plan in program.manifest.parameters.items()}
+def _pairs(right: Step, found: Step, holder: Whole, domain: Domain) -> Iterator[tuple[str, Any, Any, float]]:
+    """(what, the holder's tensor, what it must be, the least norm that a distance is measured by)."""
     norms = {} if domain.exact else right.norms
     for number, (theirs, mine) in enumerate(zip(right.results, found.results, strict=True)):
-        for i, whole in enumerate(_parts(program, theirs, rank)):
+        for i, whole in enumerate(holder.results(theirs)):
             yield result(number, i), mine[i], whole, 1e-30
     total = norms.get("gradient norm", 0.0)
     for name, gradient in right.gradients.items():
-        expected, what = None if gradient is None else part(gradient, dims[name], mesh, rank), f"gradient of {name}"
+        expected, what = None if gradient is None else holder.parameter(name, gradient), f"gradient of {name}"
         yield what, found.gradients[name], expected, max(norms.get(what, 0.0), 1e-6 * total, 1e-30)
     yield "gradient norm", found.norm, right.norm, 1e-30
     for name, parameter in right.parameters.items():
         what = f"{name} after it"
         least = max(LEARNING_RATE * parameter.numel() ** 0.5, norms.get(what, 0.0))
-        yield what, found.parameters[name], part(parameter, dims[name], mesh, rank), least
+        yield what, found.parameters[name], holder.parameter(name, parameter), least
 
 
 def _distance(mine: Any, theirs: Any, least: float, domain: Domain) -> tuple[float, int]:

@@ -74,6 +74,29 @@ Norm = Callable[[Mapping[str, Tensor]], Tensor]
 def on_one_device(program: Program, sample: Sample, domain: Domain) -> list[Step]:
     """The reference graph; draws the cotangents of its results into the sample."""
 
+    def made(leaves: dict[str, Tensor], own: Sample) -> Forward:
+        if isinstance(program, Small):
+            return alone(program, leaves, own)
+
+        def forward(inputs: Sequence[Tensor]) -> Sequence[Any]:
+            given = dict(zip(own.inputs, inputs, strict=True))
+            found = walk(
+                program.reference, lambda node: _as_compiled(own.placeholder(node, leaves, given), node, domain)
+            )
+            names = program.manifest.updates
+            own.buffers.update(zip(names, found[len(found) - len(names) :], strict=True))
+            return found
+
+        return forward
+
+    return trained_alone(program, sample, domain, made)
+
+
+def trained_alone(
+    program: Program, sample: Sample, domain: Domain, made: Callable[[dict[str, Tensor], Sample], Forward]
+) -> list[Step]:
+    """The steps on one device of the forward that is made of parameters and of a sample with buffers of its own."""
+
     def run() -> list[Step]:
         leaves, own = sample.leaves(lambda name, whole: whole), sample.with_own_buffers()
         scales = [1 / n for n in cotangent_scales(program)]
@@ -83,20 +106,7 @@ def on_one_device(program: Program, sample: Sample, domain: Domain) -> list[Step
             pairs = [(y, g * s) for y, g, s in zip(found, cotangents, scales, strict=True) if g is not None]
             _backward(pairs)
 
-        small = alone(program, leaves, own) if isinstance(program, Small) else None
-
-        def forward(inputs: Sequence[Tensor]) -> Sequence[Any]:
-            if small is not None:
-                return small(inputs)
-            given = dict(zip(own.inputs, inputs, strict=True))
-            found = walk(
-                program.reference, lambda node: _as_compiled(own.placeholder(node, leaves, given), node, domain)
-            )
-            names = program.manifest.updates
-            own.buffers.update(zip(names, found[len(found) - len(names) :], strict=True))
-            return found
-
-        return _train(leaves, forward, backward, sample, _norm, domain)
+        return _train(leaves, made(leaves, own), backward, sample, _norm, domain)
 
     with sdpa_kernel(SDPBackend.MATH):
         return run_one(domain, run)

@@ -36,8 +36,11 @@ class Log:
             self.made_by.setdefault(self._memory(tensor), name)
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do an op, and write it down unless it is a view."""
+        """Do an op, and write it down unless it is a view, or a copy of what another made."""
         results = op(*args, **kwargs)
+        if op == torch.ops.aten.clone.default and _fills_its_memory(args[0], results):
+            self.made_by[self._memory(results)] = self.made_by.get(self._memory(args[0]), "from nowhere")
+            return results
         if all(self._memory(y) in self.made_by for y in _tensors(results)) and not op._schema.is_mutable:
             return results  # a view
         leaves = pytree.tree_leaves((args, kwargs))
@@ -59,6 +62,12 @@ class Log:
             return str(leaf)
         place = self.made_by.get(self._memory(leaf), "from nowhere")
         return (place, tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype)
+
+
+def _fills_its_memory(source: Tensor, copy: Tensor) -> bool:
+    """Whether each place of the copy's memory holds what stands at the same place of the source's."""
+    whole = all(x.untyped_storage().nbytes() == x.numel() * x.itemsize for x in (source, copy))
+    return whole and source.stride() == copy.stride()
 
 
 def _said_by_the_result(leaf: Any) -> bool:

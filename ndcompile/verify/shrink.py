@@ -32,6 +32,9 @@ from ndcompile.runtime.manifest import Manifest, ParameterPlan
 LARGEST = 48
 """The largest number that is tried for a size that nothing else fixes."""
 
+TRIED = 50_000
+"""How many numbers are tried in a row without finding a table."""
+
 ROUNDS = 2
 """How many of the rounds that a run's second one stands for are kept."""
 
@@ -75,7 +78,7 @@ def shrink(program: Program, ranks: Mapping[str, int] | None = None) -> Iterator
     if not found:
         raise CompileError(
             "no small sizes were found that keep the program's text",
-            why="the numbers in its table fit together in no other way",
+            why="the numbers in its table fit together in no other way that was tried",
             tries=SMALL_ENOUGH,
         )
 
@@ -104,7 +107,7 @@ def tables(program: Program, mesh: MeshSpec, alone: SizeFacts) -> Iterator[dict[
     for each in (facts, alone):
         rules += [*_equalities(each), *_halves(each), *_ends(each)]
     rules += _full(facts, mesh)
-    yield from _search(names, real, rules, {})
+    yield from _Search(names, real, rules).from_here({})
 
 
 def _names(facts: SizeFacts) -> set[str]:
@@ -194,28 +197,42 @@ def _full(facts: SizeFacts, mesh: MeshSpec) -> Iterator[_Rule]:
         yield _Rule(frozenset(_words(text)), holds, text, value)
 
 
-def _search(
-    names: list[str], real: Mapping[str, int], rules: list[_Rule], table: dict[str, int]
-) -> Iterator[dict[str, int]]:
-    left = [name for name in names if name not in table]
-    if not left:
-        yield dict(table)
-        return
-    name, candidates = left[0], None
-    for rule in rules:
-        if rule.name in left and rule.value is not None and rule.names - {rule.name} <= set(table):
-            name, candidates = rule.name, [rule.value(table)]
-            break
-    if candidates is None:
-        taken = {table[other] for other in table if real[other] != real[name]}
-        small = range(2, LARGEST + 1) if real[name] < 8 else range(2, min(LARGEST + 1, real[name]))
-        candidates = [n for n in small if n not in taken] + [real[name]]
-    about = [rule for rule in rules if name in rule.names]
-    for candidate in candidates:
-        table[name] = candidate
-        if candidate > 0 and all(not rule.names <= set(table) or rule.holds(table) for rule in about):
-            yield from _search(names, real, rules, table)
-        del table[name]
+@dataclass
+class _Search:
+    """Name after name, the smallest number first, back where a rule does not hold."""
+
+    names: list[str]
+    real: Mapping[str, int]
+    rules: list[_Rule]
+    tried: int = 0
+
+    def from_here(self, table: dict[str, int]) -> Iterator[dict[str, int]]:
+        """All tables that go on with what this one has; it ends where too many numbers were tried in vain."""
+        left = [name for name in self.names if name not in table]
+        if not left:
+            self.tried = 0
+            yield dict(table)
+            return
+        name, candidates = self._next(left, table)
+        about = [rule for rule in self.rules if name in rule.names]
+        for candidate in candidates:
+            self.tried += 1
+            if self.tried > TRIED:
+                return
+            table[name] = candidate
+            if candidate > 0 and all(not rule.names <= set(table) or rule.holds(table) for rule in about):
+                yield from self.from_here(table)
+            del table[name]
+
+    def _next(self, left: list[str], table: Mapping[str, int]) -> tuple[str, list[int]]:
+        """A name that the others tell the number of, else the first, with what may be tried for it."""
+        for rule in self.rules:
+            if rule.name in left and rule.value is not None and rule.names - {rule.name} <= set(table):
+                return rule.name, [rule.value(table)]
+        name = left[0]
+        taken = {table[other] for other in table if self.real[other] != self.real[name]}
+        most = LARGEST if self.real[name] < 8 else min(LARGEST, self.real[name] - 1)
+        return name, [n for n in range(2, most + 1) if n not in taken] + [self.real[name]]
 
 
 # ---- the program ---------------------------------------------------------------------------------------------------
@@ -258,15 +275,25 @@ def _small(program: Program, alone: Any, mesh: MeshSpec, sizes: dict[str, int]) 
 def _left_out(graph: fx.GraphModule) -> frozenset[str]:
     kept: set[str] = set()
     gone: set[str] = set()
-    for place in {n.meta["place"] for n in graph.graph.nodes if n.meta.get("place") is not None}:
-        keeps = _shorter(place).stands_for
+    runs = _of_several_blocks(graph)
+    for place in _places(graph):
+        keeps = _shorter(place, runs)
         kept |= set(keeps)
         gone |= set(place.stands_for) - set(keeps)
     return frozenset(gone - kept)
 
 
-def _shorter(place: Place) -> Place:
-    return replace(place, stands_for=place.stands_for[:ROUNDS]) if len(set(place.stands_for)) > 1 else place
+def _places(graph: fx.GraphModule) -> set[Place]:
+    return {n.meta["place"] for n in graph.graph.nodes if n.meta.get("place") is not None}
+
+
+def _of_several_blocks(graph: fx.GraphModule) -> frozenset[int | None]:
+    """The runs whose rounds are as many as a list has blocks; others call one block again and again."""
+    return frozenset(place.run for place in _places(graph) if len(set(place.stands_for)) > 1)
+
+
+def _shorter(place: Place, runs: frozenset[int | None]) -> tuple[str, ...]:
+    return place.stands_for[:ROUNDS] if place.run in runs else place.stands_for
 
 
 def _inside(name: str, blocks: frozenset[str]) -> bool:
@@ -299,10 +326,10 @@ def _resized(graph: fx.GraphModule, facts: SizeFacts, sizes: Mapping[str, int]) 
 
 def shortened(graph: fx.GraphModule) -> fx.GraphModule:
     """A copy in which runs have as many rounds as are kept."""
-    new = copied(graph)
+    new, runs = copied(graph), _of_several_blocks(graph)
     for node in new.graph.nodes:
         if node.meta.get("place") is not None:
-            node.meta["place"] = _shorter(node.meta["place"])
+            node.meta["place"] = replace(node.meta["place"], stands_for=_shorter(node.meta["place"], runs))
         if "stands_for" in node.meta:
             node.meta["stands_for"] = node.meta["stands_for"][:ROUNDS]
     return new

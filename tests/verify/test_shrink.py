@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import ndcompile as nd
 from ndcompile.codegen import made_sizes
 from ndcompile.program import Program
+from ndcompile.verify import cases
 from ndcompile.verify.execute import round_trip
 from ndcompile.verify.shrink import shrink
 from tests.equivalence.registry import MODELS
@@ -271,3 +272,14 @@ def test_a_number_beside_a_symbol_keeps_its_size() -> None:
     assert "reshape(100*b, n12)" in str(program)
     report = nd.verify(program, seeds=1, microbatches=1)
     assert report.equal and "n2000 = 2000" not in report.sizes[0], report
+
+
+@pytest.mark.parametrize(
+    "name", ["remembers", "residuals outside", "nn.LSTM, both ways, with dropout", "U-Net", "group norm"]
+)
+def test_what_models_of_other_kinds_have_is_the_same_at_small_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that are written, what the root does between blocks, gates, places that are numbers, images."""
+    monkeypatch.setattr(cases, "ELEMENTS", 0)
+    model, batch = MODELS[name](4)
+    report = nd.verify(nd.compile(model, "dp_shard=2, tp=2", batch), model, seeds=1)
+    assert report.equal and "same ops" in {claim.kind for claim in report.claims}, report
