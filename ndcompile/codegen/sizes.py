@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
-import torch
 from torch import fx
 
 from ndcompile.codegen.made_sizes import made_sizes
@@ -207,7 +206,7 @@ class SizeNames:
         elif isinstance(source.meta["sizes"][dim], int) and isinstance(given["end"], int):
             end = min(given["end"], source.meta["sizes"][dim])
             if self.fraction(source, dim, end) == str(end):
-                yield self.whole(source, dim), end
+                yield self.whole(source, dim), abs(end)
 
     def _products(self, node: fx.Node) -> Iterator[tuple[fx.Node, int, str]]:
         """Operands' dims that an op takes as products of others."""
@@ -237,8 +236,7 @@ class SizeNames:
             return
         values = operands(node)
         if name == "_operator.getitem":
-            pieces = {v.target for v in values}
-            if torch.ops.aten.split.Tensor not in pieces and torch.ops.aten.split_with_sizes.default not in pieces:
+            if op_name(values[0].target) not in IN_PIECES:
                 return
             source = operands(values[0])[0]
             for dim, size in enumerate(node.meta["sizes"]):
@@ -262,9 +260,9 @@ class SizeNames:
     def _length(self, source: fx.Node, dim: int, given: Mapping[str, Any]) -> str:
         size = source.meta["sizes"][dim]
         ends = [given["start"] or 0, size if given["end"] is None else min(given["end"], size)]
-        start, end = (n + size if n < 0 else n for n in ends)
-        texts = [self.fraction(source, dim, n) for n in (start, end)]
-        return f"{texts[1]} - ({texts[0]})"
+        whole = self.whole(source, dim)
+        start, end = (self.fraction(source, dim, n) if n >= 0 else f"{whole} - {-n}" for n in ends)
+        return f"{end} - ({start})"
 
     def expression(self, size: Any) -> str:
         """A global size in `b` (this rank's batch) and `s` (the whole sequence)."""
@@ -318,6 +316,9 @@ def _is_input(value: fx.Node) -> bool:
 
 POSITIONS = 32
 """How long a dim stays of which a part as long as a sequence is taken, or a row for each place of one."""
+
+IN_PIECES = ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default")
+"""Ops that cut a dim into pieces, each a part of it."""
 
 WRITTEN_SHAPES = ("aten.reshape.default", "aten.view.default", "aten._unsafe_view.default")
 """Ops whose whole shape stands in the text."""

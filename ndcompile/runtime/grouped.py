@@ -72,5 +72,5 @@ def groups(ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def fast(x: Tensor, *widths: int) -> bool:
     """Whether torch's grouped product takes rows of these widths, in this dtype and place."""
     aligned = all(width * x.element_size() % 16 == 0 for width in widths)
-    compiled = torch.compiler.is_compiling() and x.dtype != torch.bfloat16
-    return aligned and not compiled and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and x.shape[0] > 0
+    traced = (torch.compiler.is_compiling() or x.is_meta) and x.dtype != torch.bfloat16
+    return aligned and not traced and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and x.shape[0] > 0

@@ -59,7 +59,8 @@ class Log:
 
     def _seen(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
-            return str(leaf)
+            whole = isinstance(leaf, float) and leaf.is_integer()
+            return str(int(leaf) if whole else leaf)  # of which kind the number is, the result's dtype says
         place = self.made_by.get(self._memory(leaf), "from nowhere")
         return (place, tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype)
 
