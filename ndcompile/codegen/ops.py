@@ -220,7 +220,7 @@ def _embedding(w: Writer, node: fx.Node) -> str:
     given = arguments(node)
     listed = [w.text(given["indices"]), w.text(given["weight"])]
     if given["padding_idx"] not in (-1, None):
-        listed.append(f"padding_idx={given['padding_idx']}")
+        listed.append(f"padding_idx={w.sizes.place(given['weight'], 0, given['padding_idx'], 'pad')}")
     listed += _algorithm(w, node, given["weight"], 0)
     return f"embedding({', '.join(listed)})"
 

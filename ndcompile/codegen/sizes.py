@@ -12,6 +12,7 @@ from torch import fx
 
 from ndcompile.codegen.made_sizes import made_sizes
 from ndcompile.codegen.names import value_name
+from ndcompile.codegen.reached import POSITIONS, is_input, reached
 from ndcompile.codegen.written import written
 from ndcompile.mesh import MeshSpec
 from ndcompile.rules.notation import Signature
@@ -43,6 +44,8 @@ class SizeFacts:
     equal: list[tuple[str, str]]
     least: list[tuple[str, int]]
     """Below which number a text may not be, since a place in the dim is written as one."""
+    places: list[tuple[str, str]]
+    """Names of places in a dim, with the dim's text."""
     full: list[tuple[str, tuple[str, ...]]]
     """Texts of factors that have one element on each rank of these axes, since what is minor to them is sharded too."""
 
@@ -58,6 +61,7 @@ class SizeNames:
     names: dict[Element, str] = field(default_factory=dict)
     factors: dict[str, Signature] = field(default_factory=dict)
     table: dict[str, int] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
     values: set[str] = field(default_factory=set)
     """What values are called, and so no size may be: a layer may be called `hidden`, or `n2`."""
 
@@ -111,7 +115,7 @@ class SizeNames:
         for node in graph.graph.nodes:
             if node.op == "call_function" and op_name(node.target) == "aten.embedding.default":
                 table, indices = operands(node)[:2]
-                self._name((table.name, 0), "vocab" if _is_input(indices) else "positions")
+                self._name((table.name, 0), "vocab" if is_input(indices) else "positions")
                 self._name((table.name, 1), "hidden")
         known = [(self.config[key], name) for key, name in CONFIG.items() if isinstance(self.config.get(key), int)]
         values = [value for value, _ in known]
@@ -150,6 +154,15 @@ class SizeNames:
         size = self.factors[node.name].sizes[factor]
         return self._name((node.name, factor), f"n{size.coefficient}") if size.constant else str(size)
 
+    def place(self, node: fx.Node, dim: int, number: int, name: str) -> str:
+        """A place in a dim: a number, or where that is large a name in the table."""
+        if number < POSITIONS:
+            return str(number)
+        while name in self.values or self.table.setdefault(name, number) != number:
+            name += "_"
+        self.places[name] = self.whole(node, dim)
+        return name
+
     def facts(self, graph: fx.GraphModule) -> SizeFacts:
         """What holds between the names, for whoever chooses other numbers for them."""
         dims, equal = dict[str, tuple[str | None, ...]](), set[tuple[str, str]]()
@@ -165,9 +178,10 @@ class SizeNames:
                 if name is not None and also is not None:
                     equal.add((also, name))
             equal |= set(self._sums(node, dims)) | set(self._beside_symbols(node))
-        least = [found for node in graph.graph.nodes for found in self._reached(node)]
+        least = [found for node in graph.graph.nodes for found in reached(node, self.whole, self.fraction)]
         full = sorted({found for node in graph.graph.nodes for found in self._full(node)})
-        return SizeFacts(dict(self.table), dims, sorted(pair for pair in equal if pair[0] != pair[1]), least, full)
+        pairs = sorted(pair for pair in equal if pair[0] != pair[1])
+        return SizeFacts(dict(self.table), dims, pairs, least, list(self.places.items()), full)
 
     def _full(self, node: fx.Node) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Of dims made of several factors: those which axes fill, while others shard a factor behind them."""
@@ -186,27 +200,6 @@ class SizeNames:
                         left = left[ends[0] :]
                     elif size != ONE:
                         break
-
-    def _reached(self, node: fx.Node) -> Iterator[tuple[str, int]]:
-        """Places and ends of slices that are written as numbers; a table of positions has room for short sequences."""
-        name = op_name(node.target) if node.op == "call_function" else ""
-        if name == "aten.embedding.default" and not _is_input(operands(node)[1]):
-            rows = operands(node)[0].meta["sizes"][0]
-            yield self.whole(operands(node)[0], 0), min(rows, POSITIONS)
-        if name not in ("aten.slice.Tensor", "aten.select.int"):
-            return
-        source, given = operands(node)[0], arguments(node)
-        dim = given["dim"] % len(source.meta["sizes"])
-        if name == "aten.select.int":
-            index = given["index"]
-            if isinstance(index, int) and isinstance(source.meta["sizes"][dim], int):
-                yield self.whole(source, dim), max(index + 1, -index)
-        elif isinstance(source.meta["sizes"][dim], int) and isinstance(given["end"], fx.Node):
-            yield self.whole(source, dim), min(source.meta["sizes"][dim], POSITIONS)
-        elif isinstance(source.meta["sizes"][dim], int) and isinstance(given["end"], int):
-            end = min(given["end"], source.meta["sizes"][dim])
-            if self.fraction(source, dim, end) == str(end):
-                yield self.whole(source, dim), abs(end)
 
     def _products(self, node: fx.Node) -> Iterator[tuple[fx.Node, int, str]]:
         """Operands' dims that an op takes as products of others."""
@@ -306,16 +299,6 @@ class SizeNames:
             return str(value)
         return f"{'' if times == 1 else f'{times} * '}{self.whole(node, dim)} // {parts}"
 
-
-def _is_input(value: fx.Node) -> bool:
-    """Whether the model's caller gives the value; a program may convert it first."""
-    while "move" in value.meta:
-        (value,) = value.all_input_nodes
-    return value.meta.get("role") == "input"
-
-
-POSITIONS = 32
-"""How long a dim stays of which a part as long as a sequence is taken, or a row for each place of one."""
 
 IN_PIECES = ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default")
 """Ops that cut a dim into pieces, each a part of it."""

@@ -105,7 +105,7 @@ def tables(program: Program, mesh: MeshSpec, alone: SizeFacts) -> Iterator[dict[
     names = sorted(_names(facts) | _names(alone), key=lambda name: (real[name], name))
     rules = list(_cuts(program, facts, mesh))
     for each in (facts, alone):
-        rules += [*_equalities(each), *_halves(each), *_ends(each)]
+        rules += [*_equalities(each), *_halves(each), *_ends(each), *_places_within(each)]
     rules += _full(facts, mesh)
     yield from _Search(names, real, rules).from_here({})
 
@@ -181,6 +181,17 @@ def _ends(facts: SizeFacts) -> Iterator[_Rule]:
             return bool(size(table) >= number)
 
         yield _Rule(frozenset(_words(text)), holds)
+
+
+def _places_within(facts: SizeFacts) -> Iterator[_Rule]:
+    """A place with a name is one in its dim."""
+    for name, text in facts.places:
+        size = _number(text)
+
+        def holds(table: Mapping[str, int], name: str = name, size: Any = size) -> bool:
+            return bool(table[name] < size(table))
+
+        yield _Rule(frozenset([name, *_words(text)]), holds)
 
 
 def _full(facts: SizeFacts, mesh: MeshSpec) -> Iterator[_Rule]:

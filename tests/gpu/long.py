@@ -71,8 +71,7 @@ def make(sizes: dict[str, Any], blocks: int, tokens: int) -> tuple[nn.Module, Ba
 
 def alone(model: nn.Module, batch: Batch, device: torch.device) -> Iterator[tuple[float, dict[str, Tensor]]]:
     """The untouched model's steps: in bfloat16 with float32 masters, each block computed again in the backward."""
-    masters = copy.deepcopy(model).to(device)
-    low: Any = copy.deepcopy(model).to(device, torch.bfloat16)
+    masters, low = copy.deepcopy(model).to(device), in_bfloat16(model, device)
     low.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(masters.parameters(), lr=LEARNING_RATE)
     pairs = dict(zip(masters.parameters(), low.parameters(), strict=True))
@@ -89,10 +88,20 @@ def alone(model: nn.Module, batch: Batch, device: torch.device) -> Iterator[tupl
         optimizer.step()
 
 
+def in_bfloat16(model: nn.Module, device: torch.device) -> Any:
+    """A copy whose parameters are bfloat16. Its buffers stay: a rotary frequency of 8 bits is off by whole turns at the
+    end of a long sequence.
+    """
+    low = copy.deepcopy(model).to(device)
+    for parameter in low.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return low
+
+
 def runs_out(model: nn.Module, batch: Batch, device: torch.device) -> bool:
     """Whether one GPU has too little memory for a step without recomputation."""
     try:
-        low = copy.deepcopy(model).to(device, torch.bfloat16)
+        low = in_bfloat16(model, device)
         low(**{k: v.to(device) for k, v in batch.items()}).loss.backward()
     except torch.OutOfMemoryError:
         return True

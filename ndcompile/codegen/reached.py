@@ -1,0 +1,95 @@
+"""How long dims are at least: places in them are written as numbers, or are found by counting a sequence's entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from ndcompile.rules.registry import arguments, op_name, operands
+
+POSITIONS = 32
+"""How long a dim stays of which a part as long as a sequence is taken, or a row for each place of one. Larger places
+have a name.
+"""
+
+Given = Mapping[str, Any]
+Text = Callable[..., str]
+
+
+def reached(node: fx.Node, whole: Text, fraction: Text) -> Iterator[tuple[str, int]]:
+    """Texts of dims of the op's first operand, and below which number each may not be."""
+    ends = REACHED.get(op_name(node.target)) if node.op == "call_function" else None
+    if ends is None:
+        return
+    source = operands(node)[0]
+    for dim, end in ends(arguments(node)):
+        size = source.meta["sizes"][dim]
+        if not isinstance(size, int):
+            continue
+        if isinstance(end, fx.Node):
+            if _counts(end):
+                yield whole(source, dim), min(size, POSITIONS)
+            continue
+        end = min(end, size)
+        if op_name(node.target) != "aten.slice.Tensor" or fraction(source, dim, end) == str(end):
+            yield whole(source, dim), abs(end)
+
+
+def is_input(value: fx.Node) -> bool:
+    """Whether the model's caller gives the value; a program may convert it first."""
+    while "move" in value.meta:
+        (value,) = value.all_input_nodes
+    return value.meta.get("role") == "input"
+
+
+def _counts(index: fx.Node) -> bool:
+    """Whether whole numbers come from counting a sequence's entries."""
+    seen, front = {index}, [index]
+    while front:
+        node = front.pop()
+        if op_name(node.target).startswith(COUNTING):
+            return True
+        more = [n for n in node.all_input_nodes if n not in seen and _is_whole(n)]
+        front += more
+        seen.update(more)
+    return False
+
+
+def _is_whole(node: fx.Node) -> bool:
+    dtype = node.meta.get("dtype")
+    return isinstance(dtype, torch.dtype) and not dtype.is_floating_point and not dtype.is_complex
+
+
+COUNTING = ("aten.arange", "aten.cumsum")
+
+
+def _slice(given: Given) -> Iterator[tuple[int, Any]]:
+    if given["end"] is not None:
+        yield given["dim"], POSITIONS if isinstance(given["end"], fx.Node) else given["end"]
+
+
+def _select(given: Given) -> Iterator[tuple[int, Any]]:
+    index = given["index"]
+    if isinstance(index, int):
+        yield given["dim"], max(index + 1, -index)
+
+
+def _embedding(given: Given) -> Iterator[tuple[int, Any]]:
+    yield 0, POSITIONS if not is_input(given["indices"]) else 1
+    if given["padding_idx"] < POSITIONS:
+        yield 0, given["padding_idx"] + 1
+
+
+REACHED: dict[str, Callable[[Given], Iterator[tuple[int, Any]]]] = {
+    "aten.slice.Tensor": _slice,
+    "aten.select.int": _select,
+    "aten.embedding.default": _embedding,
+    "aten.topk.default": lambda given: iter([(given["dim"], given["k"])]),
+    "aten.gather.default": lambda given: iter([(given["dim"], given["index"])]),
+    "aten.index_select.default": lambda given: iter([(given["dim"], given["index"])]),
+    "aten.index.Tensor": lambda given: ((dim, i) for dim, i in enumerate(given["indices"]) if i is not None),
+}
+"""Dims of an op's first operand, each with a place that it reaches to, or with the indices that are looked up there."""
