@@ -299,6 +299,7 @@ def _fill(
         owner, leaf = _container(module, name)
         owner.register_buffer(leaf, buffer, persistent=name in persistent)
     module.hold()
+    module.freeze()
 
 
 def _container(module: nn.Module, name: str) -> tuple[nn.Module, str]:

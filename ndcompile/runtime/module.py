@@ -46,6 +46,7 @@ class ParallelModule(nn.Module):
         self._recorder: Recorder | None = None
         self._records = False
         self._held: Mapping[str, object] = {}
+        self._frozen: Mapping[str, Tensor] = {}
         self._parts: list[nn.Module] = []
         self._as_held: list[object] = []
         self._checked = False
@@ -149,6 +150,7 @@ class ParallelModule(nn.Module):
         """The tensor inputs of a call. Raises ValueError where this rank alone can tell that it does not fit."""
         self._refuse_changes()
         tensors = manifest.tensors(args, kwargs)
+        self._refuse_gradients(manifest, tensors)
         _check_autocast(tensors[0].device.type, manifest.autocast)
         manifest.check(tensors)
         if manifest.conditions:
@@ -165,6 +167,10 @@ class ParallelModule(nn.Module):
             if "b" in plan.dims:
                 sizes["b"] = x.shape[plan.dims.index("b")] * (1 if private.is_distributed(x) else self._data_ranks)
         return sizes
+
+    def freeze(self) -> None:
+        """Take the parameters that have no gradient now for those of which the program reduces none."""
+        self._frozen = {name: p for name, p in self.named_parameters() if not p.requires_grad}
 
     def hold(self) -> None:
         """Take the present parameters and buffers for those that the program is bound to."""
@@ -196,6 +202,26 @@ class ParallelModule(nn.Module):
                     f"module '{path}' has a hook\n"
                     f"  why  the emitted module makes no inner calls that a hook could see\n"
                     f"  try  a hook on the whole model, or write its effect into the model before it is compiled"
+                )
+
+    def _refuse_gradients(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
+        """Refuse what requires a gradient now and did not when the model was compiled."""
+        if not torch.is_grad_enabled():
+            return
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise CallError(
+                    f"parameter '{name}' requires a gradient, and did not when the model was compiled\n"
+                    f"  why  the program reduces no gradient on the way to what was frozen\n"
+                    f"  try  requires_grad_(True) before nd.parallelize; it may be frozen afterwards, and again be trained"
+                )
+        for plan, x in zip(manifest.input_plans, tensors, strict=True):
+            if x.requires_grad and not plan.grad:
+                raise CallError(
+                    f"input '{plan.name}' requires a gradient, and did not in the example inputs\n"
+                    f"  why  the program reduces no gradient on the way to it\n"
+                    f"  try  example_inputs in which it requires one; a call without is fine then\n"
+                    f"  try  {plan.name}.detach(), if none is wanted"
                 )
 
     def _refuse_other_tensors(self) -> None:
