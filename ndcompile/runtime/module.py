@@ -97,7 +97,8 @@ class ParallelModule(nn.Module):
 
         Gradients are then not reduced over the axes on which parameters are whole (`dp_replicate`, and `tp` or `cp`
         for some); the backward of the last microbatch reduces the sum. Until then those parameters have no new
-        gradient, and an optimizer's step is an error.
+        gradient, and an optimizer's step is an error. The model's `zero_grad` drops what is held back; an optimizer's
+        does not.
         """
         if self._records:
             raise CallError(
@@ -286,7 +287,7 @@ class ParallelModule(nn.Module):
             for value, axes, own in zip(results, manifest.outputs, ends, strict=True)
         ]
         for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(_refuse_second_derivative)
         return pytree.tree_unflatten(leaves, manifest.output_spec)
 

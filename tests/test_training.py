@@ -1,0 +1,166 @@
+"""What a training loop does around a model, as on one device (docs/training.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+
+import ndcompile as nd
+from tests import ranks
+from tests.claims import Claims, assert_close, assert_same_gradients, run_claims
+from tests.models import Mlp, seeded
+
+MESHES = ("dp_shard=2", "dp_replicate=2", "tp=2")
+X = (torch.arange(96.0, dtype=torch.float64).view(8, 12) * 0.37).sin()
+Both = tuple[tuple[nn.Module, Tensor], tuple[nn.Module, Tensor]]
+
+
+def both(mesh: str) -> Both:
+    """The parallel model with this rank's rows, and the model with all."""
+    model = seeded(Mlp).double()
+    parallel = nd.parallelize(model, mesh, X, float64=True, outputs="local")
+    return (parallel, X.chunk(2)[dist.get_rank()] if "dp" in mesh else X), (model, X)
+
+
+def on_all_meshes(step: Callable[[nn.Module, Tensor], object]) -> None:
+    """After the same step gradients and parameters are one device's."""
+    for mesh in MESHES:
+        pair = both(mesh)
+        for model, x in pair:
+            step(model, x)
+        (parallel, _), (model, _) = pair
+        assert_same_gradients(parallel, model)
+        found = dict(parallel.named_parameters())
+        for name, parameter in model.named_parameters():
+            assert_close(found[name], parameter, what=f"{name} on {mesh}")
+
+
+def trains(make: Callable[[Iterable[nn.Parameter]], optim.Optimizer]) -> None:
+    """Three steps, with a closure."""
+
+    def steps(model: nn.Module, x: Tensor) -> None:
+        optimizer = make(model.parameters())
+
+        def loss() -> float:
+            optimizer.zero_grad()
+            found = model(x).square().mean()
+            found.backward()
+            return float(found)
+
+        for _ in range(3):
+            optimizer.step(loss)
+
+    on_all_meshes(steps)
+
+
+def elementwise_optimizers() -> None:
+    trains(lambda given: optim.SGD(given, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1))
+    trains(lambda given: optim.AdamW(given, lr=0.1, foreach=True))
+    trains(lambda given: optim.RMSprop(given, lr=0.01))
+
+
+def an_optimizer_that_takes_all_gradients_as_one_vector() -> None:
+    trains(lambda given: optim.LBFGS(given, lr=0.1, max_iter=3))
+
+
+def groups_by_name_and_a_schedule() -> None:
+    def steps(model: nn.Module, x: Tensor) -> None:
+        decayed = [p for name, p in model.named_parameters() if "bias" not in name]
+        others = [p for name, p in model.named_parameters() if "bias" in name]
+        optimizer = optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.1)
+        schedule = optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+        for _ in range(3):
+            model.zero_grad(set_to_none=False)
+            model(x).square().mean().backward()
+            nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            optimizer.step()
+            schedule.step()
+
+    on_all_meshes(steps)
+
+
+def an_optimizer_for_each_parameter_in_its_hook() -> None:
+    def steps(model: nn.Module, x: Tensor) -> None:
+        optimizers: dict[Tensor, optim.Optimizer] = {p: optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+        def step(parameter: Tensor) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in optimizers:
+            parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(2):
+            model(x).square().mean().backward()
+
+    on_all_meshes(steps)
+
+
+def hooks_of_parameters_see_reduced_gradients() -> None:
+    def step(model: nn.Module, x: Tensor) -> None:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.sin())
+        (30 * model(x)).square().mean().backward()
+
+    on_all_meshes(step)
+
+
+def several_losses_of_one_result() -> None:
+    def step(model: nn.Module, x: Tensor) -> None:
+        y = model(x)
+        y.exp().mean().backward(retain_graph=True)
+        y.square().mean().backward()
+
+    on_all_meshes(step)
+
+
+def a_model_that_is_called_twice() -> None:
+    def step(model: nn.Module, x: Tensor) -> None:
+        one, two = model(x), model(x.cos())
+        ((one * two).mean() + one.exp().mean()).backward()
+
+    on_all_meshes(step)
+
+
+def gradients_of_some_parameters() -> None:
+    def step(model: nn.Module, x: Tensor) -> None:
+        model(x).square().mean().backward(inputs=[model.get_parameter("up.weight")])
+        bias = model.get_parameter("down.bias")
+        (bias.grad,) = torch.autograd.grad(model(x).square().mean(), [bias])
+
+    on_all_meshes(step)
+
+
+def layers_that_are_frozen_and_trained_again() -> None:
+    def step(model: nn.Module, x: Tensor) -> None:
+        for trained in (False, True, False):
+            model.get_submodule("up").requires_grad_(trained)
+            model(x).square().mean().backward()
+
+    on_all_meshes(step)
+
+
+CLAIMS: Claims = (
+    elementwise_optimizers,
+    an_optimizer_that_takes_all_gradients_as_one_vector,
+    groups_by_name_and_a_schedule,
+    an_optimizer_for_each_parameter_in_its_hook,
+    hooks_of_parameters_see_reduced_gradients,
+    several_losses_of_one_result,
+    a_model_that_is_called_twice,
+    gradients_of_some_parameters,
+    layers_that_are_frozen_and_trained_again,
+)
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, str]]:
+    return ranks.run(2, run_claims, CLAIMS, timeout=240)
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
+def test_on_two_ranks(claim: Callable[[], None], two: list[dict[str, str]]) -> None:
+    assert [theirs[claim.__name__] for theirs in two] == ["", ""]
