@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,8 @@ def groups_by_name_and_a_schedule() -> None:
     def steps(model: nn.Module, x: Tensor) -> None:
         decayed = [p for name, p in model.named_parameters() if "bias" not in name]
         others = [p for name, p in model.named_parameters() if "bias" in name]
-        optimizer = optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.1)
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        optimizer = optim.AdamW(groups, lr=0.1)
         schedule = optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
         for _ in range(3):
             model.zero_grad(set_to_none=False)
