@@ -95,6 +95,7 @@ def bind_loaded(
     return _bind(source, manifest, model, manifest.signature, init, transport, None, other)
 
 
+@torch.inference_mode(False)  # parameters are made to be trained, wherever that is
 def _bind(
     source: str,
     manifest: Manifest,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -146,6 +147,26 @@ def layers_that_are_frozen_and_trained_again() -> None:
     on_all_meshes(step)
 
 
+def a_model_that_is_made_and_called_in_inference_mode_first() -> None:
+    """It trains afterwards, in both modes."""
+    for mesh in MESHES:
+        model = seeded(Mlp).double()
+        rows = X.chunk(2)[dist.get_rank()] if "dp" in mesh else X
+        with torch.inference_mode():
+            parallel = nd.parallelize(model, mesh, X, float64=True, outputs="local")
+            for training in (True, False):
+                assert not parallel.train(training)(rows).requires_grad
+        for training in (True, False):
+            for each, x in ((parallel.train(training), rows), (model, X)):
+                each(x).square().mean().backward()
+        assert_same_gradients(parallel, model)
+
+
+def a_parallel_model_says_that_it_cannot_be_pickled() -> None:
+    with pytest.raises(TypeError, match=r"(?s)a parallel model cannot be pickled.*try  torch.distributed.checkpoint"):
+        pickle.dumps(both("tp=2")[0][0])
+
+
 CLAIMS: Claims = (
     elementwise_optimizers,
     an_optimizer_that_takes_all_gradients_as_one_vector,
@@ -156,6 +177,8 @@ CLAIMS: Claims = (
     a_model_that_is_called_twice,
     gradients_of_some_parameters,
     layers_that_are_frozen_and_trained_again,
+    a_model_that_is_made_and_called_in_inference_mode_first,
+    a_parallel_model_says_that_it_cannot_be_pickled,
 )
 
 

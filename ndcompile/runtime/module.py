@@ -82,6 +82,13 @@ class ParallelModule(nn.Module):
         made.hold()
         return made
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a parallel model cannot be pickled\n"
+            "  why  it has process groups, and parts of parameters of which other ranks have the rest\n"
+            "  try  torch.distributed.checkpoint with its state_dict(), and program.save() for the program"
+        )
+
     def compile(self, *args: Any, **options: Any) -> None:
         """As `nn.Module.compile`: every distinct block's `compute` is compiled once."""
         if args:
@@ -144,7 +151,8 @@ class ParallelModule(nn.Module):
     @torch.compiler.disable
     def _program(self) -> tuple[Root, Manifest]:
         if self.training not in self._programs:
-            found = self._make(self, self.training)
+            with torch.inference_mode(False):  # what a program keeps is for all modes
+                found = self._make(self, self.training)
             if self._compile_options is not None:
                 type(found[0]).compile(bool(self._mesh.wires), **self._compile_options)
             self._programs[self.training] = found
