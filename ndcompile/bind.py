@@ -9,6 +9,7 @@ import itertools
 import linecache
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -36,6 +37,11 @@ from ndcompile.runtime.transport import Collectives, Transport
 TIMEOUT = timedelta(seconds=300)
 TRANSPORTS = ("nccl", "symmetric")
 """How weights, gradients and activations may travel."""
+SHARED = (
+    "some parameters of the model are those of another parallel model too\n"
+    "  why  each of the two has its own copy of them, and trains it\n"
+    "  try  one model that holds both, and a forward that calls what is wanted"
+)
 
 
 def join_world() -> None:
@@ -121,7 +127,6 @@ def _bind(
     def value(tensor: Tensor) -> Tensor:
         return _of_rank_0(tensor, device) if init == "broadcast" else tensor.detach()
 
-    private.note_given(whole.values())
     placed = {
         name: _distribute(value(whole[name]) if name in whole else None, plan, spec, mesh, device_mesh, device)
         for name, plan in manifest.parameters.items()
@@ -135,6 +140,8 @@ def _bind(
 
     module = class_for(signature)(mesh, device_mesh, make)
     _fill(module, model, manifest, placed, buffers)
+    if private.note_given([p for p in whole.values() if p.requires_grad], module) and dist.get_rank() == 0:
+        warnings.warn(SHARED, stacklevel=3)
     module.train(manifest.training)
     module._program()
     return module

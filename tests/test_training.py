@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -162,6 +163,23 @@ def a_model_that_is_made_and_called_in_inference_mode_first() -> None:
         assert_same_gradients(parallel, model)
 
 
+def parameters_that_two_models_share_are_warned_of() -> None:
+    """Not so for one model on two meshes, nor for what is frozen."""
+    model = seeded(Mlp).double()
+    first = nd.parallelize(model, "tp=2", X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = nd.parallelize(model, "dp_shard=2", X)
+        frozen = nd.parallelize(nn.Sequential(model.get_submodule("up")).requires_grad_(False), "tp=2", X)
+        model.requires_grad_(True)
+        if dist.get_rank():
+            nd.parallelize(nn.Sequential(model.get_submodule("up")), "tp=2", X)
+    if dist.get_rank() == 0:
+        with pytest.warns(match="some parameters of the model are those of another parallel model too"):
+            nd.parallelize(nn.Sequential(model.get_submodule("up")), "tp=2", X)
+    assert first is not second is not frozen
+
+
 def a_parallel_model_says_that_it_cannot_be_pickled() -> None:
     with pytest.raises(TypeError, match=r"(?s)a parallel model cannot be pickled.*try  torch.distributed.checkpoint"):
         pickle.dumps(both("tp=2")[0][0])
@@ -178,6 +196,7 @@ CLAIMS: Claims = (
     gradients_of_some_parameters,
     layers_that_are_frozen_and_trained_again,
     a_model_that_is_made_and_called_in_inference_mode_first,
+    parameters_that_two_models_share_are_warned_of,
     a_parallel_model_says_that_it_cannot_be_pickled,
 )
 

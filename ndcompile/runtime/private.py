@@ -220,19 +220,22 @@ class LeftBehind(ValueError):
     """An optimizer was to step on parameters of a model whose parallel one is trained."""
 
 
-_GIVEN: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+_GIVEN: weakref.WeakKeyDictionary[object, Mapping[int, Tensor]] = weakref.WeakKeyDictionary()
 
 
-def note_given(parameters: Iterable[Tensor]) -> None:
-    """Note that other parameters were made of these."""
-    _GIVEN.update((id(p), p) for p in parameters)
+def note_given(parameters: Iterable[Tensor], taker: object) -> bool:
+    """Note that `taker` has parameters made of these; whether another has some made of these, beside others."""
+    held = weakref.WeakValueDictionary({id(p): p for p in parameters})
+    others = [given for given in _GIVEN.values() if set(given) != set(held)]
+    _GIVEN[taker] = held
+    return any(given.get(number) is p for given in others for number, p in held.items())
 
 
 def _refuse_left_behind(optimizer: Optimizer, args: tuple[object, ...], kwargs: object) -> None:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if len(args) > 1 or kwargs or any(p.grad is not None for p in held):
         return  # a closure makes gradients; with gradients these are parameters that something trains
-    if any(_GIVEN.get(id(p)) is p for p in held):
+    if any(given.get(id(p)) is p for given in _GIVEN.values() for p in held):
         raise LeftBehind(
             "step of an optimizer over the parameters of the model that nd.parallelize was given\n"
             "  why  they have no gradients: the parallel model has parameters of its own, which are trained\n"
