@@ -163,6 +163,26 @@ def a_model_that_is_made_and_called_in_inference_mode_first() -> None:
         assert_same_gradients(parallel, model)
 
 
+def weights_that_change_before_backward_are_refused() -> None:
+    """As by autograd on one device, which does not see a fused step: by hand, or by an optimizer."""
+
+    def by_hand(model: nn.Module) -> None:
+        with torch.no_grad():
+            model.get_parameter("down.weight").mul_(2)
+
+    def by_a_step(model: nn.Module) -> None:
+        optim.AdamW(model.parameters(), fused=True).step()
+
+    for change in (by_hand, by_a_step):
+        for mesh in MESHES:
+            for model, x in both(mesh)[: 1 if change is by_a_step else 2]:
+                y = model(x)
+                y.mean().backward(retain_graph=True)
+                change(model)
+                with pytest.raises((ValueError, RuntimeError), match=r"were changed after|modified by an inplace"):
+                    y.mean().backward()
+
+
 def parameters_that_two_models_share_are_warned_of() -> None:
     """Not so for one model on two meshes, nor for what is frozen."""
     model = seeded(Mlp).double()
@@ -196,6 +216,7 @@ CLAIMS: Claims = (
     gradients_of_some_parameters,
     layers_that_are_frozen_and_trained_again,
     a_model_that_is_made_and_called_in_inference_mode_first,
+    weights_that_change_before_backward_are_refused,
     parameters_that_two_models_share_are_warned_of,
     a_parallel_model_says_that_it_cannot_be_pickled,
 )
