@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 examples/train.py --mesh "dp_shard=2, tp=2" --folder checkpoint
 
 Run again, with the same mesh or with another, it goes on where it stopped. What has to do with parallelism is the line
-with `nd.parallelize`, and that a rank takes the rows of its data-parallel part.
+with `nd.parallelize`, and that a rank takes the rows of its data-parallel part: ranks that differ only in cp or tp take
+the same.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def main() -> None:
     options.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("checkpoint"))
     given = options.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    tp = nd.MeshSpec.parse(given.mesh, world_size).size("tp")  # ranks that differ only in tp take the same rows
-    part, parts = rank // tp, world_size // tp
+    sharing = nd.MeshSpec.parse(given.mesh, world_size).size("cp", "tp")  # ranks with the same rows
+    part, parts = rank // sharing, world_size // sharing
 
     model = nd.parallelize(make_model(), given.mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)

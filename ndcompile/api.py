@@ -109,6 +109,12 @@ def _request(
     placements: Mapping[str, Mapping[str, Any]] | None,
     asked: Asked,
 ) -> Request:
+    if isinstance(model, ParallelModule):
+        raise CompileError(
+            "the model is a parallel one already",
+            why="its parameters lie on a mesh, and it computes a program that was compiled",
+            tries="the model that it was made from, which nd.parallelize leaves as it was",
+        )
     check_halves(asked, mesh)
     example = Inputs.of(examples(model) if example_inputs is None else example_inputs)
     return Request(model, mesh, example, read_pins(placements, mesh), asked)

@@ -9,9 +9,11 @@ import itertools
 import linecache
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import cache
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -28,12 +30,18 @@ from ndcompile.runtime import Mesh, Root, State, peers, private, use
 from ndcompile.runtime.agreement import alike, everyones, together
 from ndcompile.runtime.manifest import Manifest, ParameterPlan, as_dtype, digest
 from ndcompile.runtime.module import ParallelModule, class_for
+from ndcompile.runtime.parts import own_part
 from ndcompile.runtime.symmetric import Symmetric
 from ndcompile.runtime.transport import Collectives, Transport
 
 TIMEOUT = timedelta(seconds=300)
 TRANSPORTS = ("nccl", "symmetric")
 """How weights, gradients and activations may travel."""
+SHARED = (
+    "some parameters of the model are those of another parallel model too\n"
+    "  why  each of the two has its own copy of them, and trains it\n"
+    "  try  one model that holds both, and a forward that calls what is wanted"
+)
 
 
 def join_world() -> None:
@@ -65,6 +73,7 @@ def bind(
     given = mesh if isinstance(mesh, DeviceMesh) else None
     text = str(program)
 
+    @cache
     def texts(training: bool) -> tuple[str, Manifest]:
         found = other(training)
         return str(found), found.manifest
@@ -83,9 +92,16 @@ def bind_loaded(
             tries="save one in the other mode too, or nd.parallelize",
         )
 
+    if model is None and manifest.buffers:
+        raise CompileError(
+            f"{path} has buffers, '{manifest.buffers[0]}' among them, and no model was given to take them from",
+            why="without a model parameters are zeros until load_state_dict, and not all buffers are in a state dict",
+            tries="nd.load(path, model); its parameters may be on the meta device",
+        )
     return _bind(source, manifest, model, manifest.signature, init, transport, None, other)
 
 
+@torch.inference_mode(False)  # parameters are made to be trained, wherever that is
 def _bind(
     source: str,
     manifest: Manifest,
@@ -99,6 +115,7 @@ def _bind(
     spec = together(lambda: MeshSpec.parse("" if manifest.mesh == "one rank" else manifest.mesh, dist.get_world_size()))
     _same_everywhere(source, manifest, model, init)
     together(lambda: _require_assumed(manifest, model))
+    together(lambda: _require_buffers(model))
     device = own_device()
     _require_transport(transport, device)
     device_mesh = _part_of(device_mesh, spec) or _device_mesh(spec, device)
@@ -114,15 +131,17 @@ def _bind(
         name: _distribute(value(whole[name]) if name in whole else None, plan, spec, mesh, device_mesh, device)
         for name, plan in manifest.parameters.items()
     }
-    buffers = {} if model is None else {n: value(b).to(device, copy=True) for n, b in model.named_buffers()}
+    buffers = {} if model is None else {n: _whole(value(b), device) for n, b in model.named_buffers()}
 
-    def make(training: bool) -> tuple[Root, Manifest]:
+    def make(module: ParallelModule, training: bool) -> tuple[Root, Manifest]:
         text, plan = (source, manifest) if training == manifest.training else other(training)
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         return execute(text, plan, mesh, parameters, buffers, transport=transport_of(transport, mesh)), plan
 
     module = class_for(signature)(mesh, device_mesh, make)
     _fill(module, model, manifest, placed, buffers)
+    if private.note_given([p for p in whole.values() if p.requires_grad], module) and dist.get_rank() == 0:
+        warnings.warn(SHARED, stacklevel=3)
     module.train(manifest.training)
     module._program()
     return module
@@ -153,6 +172,27 @@ def _require_assumed(manifest: Manifest, model: nn.Module | None) -> None:
                 why="masks of attention were told by them, and are part of the program",
                 tries="nd.compile again, with these values",
             )
+
+
+def _require_buffers(model: nn.Module | None) -> None:
+    """A buffer on the meta device is one that a state dict will bring."""
+    buffers = {} if model is None else dict(model.named_buffers())
+    brought = {} if model is None else model.state_dict()
+    for name, buffer in buffers.items():
+        if buffer.is_meta and name not in brought:
+            raise CompileError(
+                f"buffer '{name}' is on the meta device, and in no state dict",
+                why="parameters get their values from load_state_dict, and this buffer from the model's __init__ alone",
+                tries=(
+                    "with accelerate.init_empty_weights(): in place of torch.device('meta'), which leaves buffers",
+                    "the module that has the buffer made anew, outside of torch.device('meta')",
+                ),
+            )
+
+
+def _whole(buffer: Tensor, device: torch.device) -> Tensor:
+    """A copy of a buffer; zeros of one on the meta device."""
+    return torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device, copy=True)
 
 
 def own_device() -> torch.device:
@@ -246,20 +286,11 @@ def _distribute(
     device: torch.device,
 ) -> nn.Parameter:
     """This rank's part of a parameter as a DTensor; a meta tensor, or none, gives zeros of the local shape."""
-    place, shape = spec.coordinate(mesh.rank), list(plan.shape)
-    part = whole.detach() if whole is not None and not whole.is_meta else None
-    for dim, axes in enumerate(plan.dims):
-        for axis in axes:
-            ranks, size = mesh[axis], shape[dim]
-            shape[dim] = ranks.part(size)
-            if part is not None:
-                part = part.narrow(dim, min(ranks.start(size), size), shape[dim])
-    del place
-    local = (
-        torch.zeros(shape, dtype=as_dtype(plan.dtype), device=device)
-        if part is None
-        else part.to(device, copy=True).contiguous()
-    )
+    if whole is None or whole.is_meta:
+        whole = torch.empty(plan.shape, dtype=as_dtype(plan.dtype), device="meta")
+    part = own_part(whole.detach(), plan.dims, mesh)
+    local = torch.zeros(part.shape, dtype=part.dtype, device=device) if part.is_meta else part.to(device, copy=True)
+    local = local.contiguous()
     stride = torch.empty(plan.shape, device="meta").stride()
     tensor = DTensor.from_local(
         local, device_mesh, dtensor_placements(plan, spec), run_check=False, shape=torch.Size(plan.shape), stride=stride
@@ -299,6 +330,7 @@ def _fill(
         owner, leaf = _container(module, name)
         owner.register_buffer(leaf, buffer, persistent=name in persistent)
     module.hold()
+    module.freeze()
 
 
 def _container(module: nn.Module, name: str) -> tuple[nn.Module, str]:

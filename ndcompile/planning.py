@@ -99,7 +99,7 @@ def _arguments(model: nn.Module) -> list[Argument]:
 
 def _input_plan(name: str, node: fx.Node) -> InputPlan:
     dims = tuple(size if isinstance(size, int) else str(size) for size in node.meta["sizes"])
-    return InputPlan(name, str(node.meta["dtype"]), dims)
+    return InputPlan(name, str(node.meta["dtype"]), dims, node.meta["grad"])
 
 
 def _output(value: Any, mesh: MeshSpec) -> dict[str, list[int]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 import ndcompile as nd
 from ndcompile.demo.model import ByteGPT
-from ndcompile.runtime import peers
+from ndcompile.runtime import peers, private
 from tests import ranks
 from tests.models import Chunked, Mlp, Stack, seeded, tokens
 
@@ -517,6 +519,102 @@ def hook_added(rank: int) -> None:
     model(X)
 
 
+def trained_though_frozen_before(rank: int) -> None:
+    model = seeded(Mlp)
+    model.up.requires_grad_(False)
+    parallel = nd.parallelize(model, "tp=2", X)
+    parallel(X)
+    parallel.requires_grad_(True)
+    with torch.no_grad():
+        parallel(X)
+    parallel(X)
+
+
+def an_input_with_a_new_gradient(rank: int) -> None:
+    parallel_mlp()(X.clone().requires_grad_())
+
+
+def second_derivative(rank: int) -> None:
+    x = X.clone().requires_grad_()
+    parallel = nd.parallelize(seeded(Mlp), "dp_shard=2", x)
+    torch.autograd.grad(parallel(x).sum(), x, create_graph=True)
+
+
+def eval_of_a_part(rank: int) -> None:
+    model = parallel_mlp()
+    model(X)
+    model.up.eval()
+    model(X)
+
+
+def optimizer_of_the_given_model(rank: int) -> None:
+    model = seeded(Mlp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    nd.parallelize(model, "dp_shard=2", X)(X + rank).sum().backward()
+    optimizer.step()
+
+
+def unequal_batches_later(rank: int) -> None:
+    """Both ranks' sizes change, and again, to the same; then to others."""
+    model = parallel_mlp("dp_shard=2")
+    for size in (4, 3, 4, 2 - rank):
+        model(torch.ones(size, 12) + rank)
+
+
+def another_batch_on_one_rank(rank: int) -> None:
+    """The other rank's call, which has the size of the one before, would be under way by now."""
+    model = parallel_mlp("dp_shard=2")
+    model(X + rank)
+    if rank:
+        patience = private.store().timeout  # type: ignore[attr-defined]
+        private.store().set_timeout(timedelta(seconds=1))
+        try:
+            model(X[:1])
+        finally:
+            private.store().set_timeout(patience)
+
+
+def unequal_copies(rank: int) -> None:
+    with torch.device("meta"):
+        model = Mlp()
+    parallel = nd.parallelize(model, "tp=2", X)
+    torch.manual_seed(rank)
+    for parameter in parallel.parameters():
+        nn.init.normal_(parameter)
+    parallel(X)
+
+
+def parallelized_twice(rank: int) -> None:
+    nd.parallelize(parallel_mlp(), "tp=2", X)
+
+
+class Shifted(Mlp):
+    """Has a buffer that no state dict holds."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(12), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shift)
+
+
+def meta_buffer(rank: int) -> None:
+    with torch.device("meta"):
+        model = Shifted()
+    nd.parallelize(model, "tp=2", X)
+
+
+def buffers_without_a_model(rank: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        nd.compile(seeded(Shifted), "tp=2", X).save(f"{folder}/program.py")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            nd.load("program.py")
+
+
 def unknown_init(rank: int) -> None:
     parallel_mlp(init="random")
 
@@ -687,6 +785,68 @@ ON_RANKS: dict[Callable[[int], None], str | list[str]] = {
         "module 'up' has a hook",
         "  why  the emitted module makes no inner calls that a hook could see",
         "  try  a hook on the whole model, or write its effect into the model before it is compiled",
+    ),
+    trained_though_frozen_before: lines(
+        "parameter 'up.weight' requires a gradient, and did not when the model was compiled",
+        "  why  the program reduces no gradient on the way to what was frozen",
+        "  try  requires_grad_(True) before nd.parallelize; freeze it afterwards, and train it at any time",
+    ),
+    an_input_with_a_new_gradient: lines(
+        "input 'x' requires a gradient, and did not in the example inputs",
+        "  why  the program reduces no gradient on the way to it",
+        "  try  example_inputs in which it requires one; a call without is fine then",
+        "  try  x.detach(), if none is wanted",
+    ),
+    second_derivative: lines(
+        "create_graph=True in a backward through a parallel model",
+        "  why  what its backward sends has no derivative, so that a gradient of its gradient would lack parts",
+        "  try  the same without create_graph; a penalty on gradients needs a model that is not parallelized",
+    ),
+    eval_of_a_part: lines(
+        "module 'up' is in eval(), and the whole model in train()",
+        "  why  a program computes all of the model in one mode, that of the whole",
+        "  try  the module's own mode before nd.parallelize, which then is part of the program",
+        "  try  train() of the whole model, for its parts too",
+    ),
+    optimizer_of_the_given_model: lines(
+        "step of an optimizer over the parameters of the model that nd.parallelize was given",
+        "  why  they have no gradients: the parallel model has parameters of its own, which are trained",
+        "  try  the optimizer after nd.parallelize, over the parallel model's parameters()",
+    ),
+    unequal_batches_later: lines(
+        "inputs differ in size between ranks: 'x' [1, 12] and 'x' [2, 12]",
+        "  why  every data-parallel rank must have a batch of the same size",
+        "  try  drop_last=True, or pad the last batch",
+    ),
+    another_batch_on_one_rank: [
+        "no error",
+        lines(
+            "inputs have other sizes than in the call before, and on other ranks they have not: 'x' [1, 12]",
+            "  why  every data-parallel rank must have a batch of the same size",
+            "  try  drop_last=True, or pad the last batch",
+        ),
+    ],
+    unequal_copies: lines(
+        "parameter 'down.bias' differs between ranks 0 and 1, which hold copies of one tensor",
+        "  why  each changed its own, and equal gradients keep copies as far apart as they are",
+        "  try  equal values before nd.parallelize",
+        "  try  load_state_dict of one state on all ranks, after values were made on the mesh",
+    ),
+    parallelized_twice: lines(
+        "the model is a parallel one already",
+        "  why     its parameters lie on a mesh, and it computes a program that was compiled",
+        "  try     the model that it was made from, which nd.parallelize leaves as it was",
+    ),
+    meta_buffer: lines(
+        "buffer 'shift' is on the meta device, and in no state dict",
+        "  why     parameters get their values from load_state_dict, and this buffer from the model's __init__ alone",
+        "  try     with accelerate.init_empty_weights(): in place of torch.device('meta'), which leaves buffers",
+        "  try     the module that has the buffer made anew, outside of torch.device('meta')",
+    ),
+    buffers_without_a_model: lines(
+        "program.py has buffers, 'shift' among them, and no model was given to take them from",
+        "  why     without a model parameters are zeros until load_state_dict, and not all buffers are in a state dict",
+        "  try     nd.load(path, model); its parameters may be on the meta device",
     ),
     unknown_init: lines("init='random' is no option", "  try     'check' or 'broadcast'"),
     recorded_without_a_gpu: lines(

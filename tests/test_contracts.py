@@ -97,6 +97,54 @@ def an_input_has_its_own_rows_of_the_gradient() -> None:
     assert_same_gradients(parallel, model)
 
 
+class MlpLoss(Mlp):
+    """Ends in a loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+def two_models_in_a_row_on(mesh: str) -> None:
+    """What one computes goes into another, with a loss outside or its own: both have the gradients of one device; of
+    the second, frozen in between, the first's alone, as in adversarial training.
+    """
+    for kind in (Mlp, MlpLoss):
+        models = [seeded(Mlp).double(), seeded(kind).double()]
+        examples = X, X.clone().requires_grad_()
+        parallels = [
+            nd.parallelize(m, mesh, x, float64=True, outputs="local") for m, x in zip(models, examples, strict=True)
+        ]
+        for trained in (True, False, True):
+            for (first, second), x in ((parallels, mine({"x": X}, mesh)["x"]), (models, X)):
+                second.requires_grad_(trained)
+                second(first(x).sin()).square().mean().backward()
+            for parallel, model in zip(parallels, models, strict=True):
+                assert_same_gradients(parallel, model)
+
+
+def two_models_in_a_row() -> None:
+    for mesh in ("dp_shard=2", "dp_replicate=2", "tp=2"):
+        two_models_in_a_row_on(mesh)
+
+
+def two_models_in_a_row_on_both() -> None:
+    two_models_in_a_row_on(BOTH)
+
+
+class NoNans(Mlp):
+    """Takes zeros for what is not a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.nan_to_num())
+
+
+def an_input_may_hold_what_is_not_a_number() -> None:
+    model, x = seeded(NoNans).double(), X.clone()
+    x[0, 0], x[1, 1], x[2, 2] = torch.nan, torch.inf, -torch.inf
+    parallel = nd.parallelize(model, "tp=2", x, float64=True)
+    assert_close(parallel(x), model(x))
+
+
 class Turned(nn.Module):
     """Takes `[s, b, 12]`, and mixes what stands at one place of the sequence."""
 
@@ -388,11 +436,14 @@ ON_TWO: Claims = (
     both_modes_have_all_pins,
     an_update_of_a_buffer_is_that_of_the_global_batch,
     a_batch_may_be_at_another_dim,
+    two_models_in_a_row,
+    an_input_may_hold_what_is_not_a_number,
 )
 ON_FOUR: Claims = (
     dtensor_inputs_are_taken_as_they_are,
     a_dtensor_input_that_lies_elsewhere_is_refused,
     an_input_has_its_own_rows_of_the_gradient,
+    two_models_in_a_row_on_both,
     further_keywords_are_inputs,
     scalars_are_equal_on_every_rank_and_those_of_the_global_batch,
     other_results_are_of_the_own_batch_and_dtensors_over_tp_only,

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 
 import ndcompile as nd
 from ndcompile.runtime import way, weights
@@ -128,6 +129,57 @@ def a_single_device_state_dict_loads_on_tp() -> None:
 
 def a_single_device_state_dict_loads_on_dp_shard() -> None:
     a_single_device_state_dict_loads("dp_shard=2")
+
+
+def a_plain_state_dict_loads(mesh: str) -> None:
+    """By `load_state_dict`, on every rank; with a matrix under two names and buffers."""
+    model, ids = seeded(Tied), tokens()["ids"]
+    parallel = nd.parallelize(model, mesh, {"ids": ids}, outputs="local")
+    with torch.no_grad():
+        for tensor in (model.get_parameter("tokens.weight"), model.get_buffer("shift")):
+            tensor.mul_(3)
+    assert parallel.load_state_dict(model.state_dict()) == ([], [])
+    assert_same_parameters(parallel, model)
+    assert_close(parallel.get_buffer("shift"), model.get_buffer("shift"))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        parallel.load_state_dict(model.state_dict() | {"tokens.weight": torch.ones(5, 12)})
+
+
+def a_plain_state_dict_loads_on_one_axis() -> None:
+    for mesh in ("dp_shard=2", "dp_replicate=2", "tp=2"):
+        a_plain_state_dict_loads(mesh)
+
+
+def a_plain_state_dict_loads_on_both() -> None:
+    a_plain_state_dict_loads("dp_shard=2, tp=2")
+
+
+def copies_are_models_of_their_own() -> None:
+    """As the moving average of the weights, in both modes; the copied model trains on as one device does."""
+    for mesh in ("dp_shard=2", "tp=2"):
+        model, x = seeded(Dropped).double(), torch.arange(48.0, dtype=torch.float64).view(4, 12) / 48
+        model.dropout.p = 0.0
+        parallel = nd.parallelize(model, mesh, x, float64=True)
+        parallel(x.chunk(2)[dist.get_rank()] if "dp" in mesh else x)
+        averages = []
+        for each in (parallel, model):
+            optimizer, average = torch.optim.SGD(each.parameters(), lr=0.5), AveragedModel(each)
+            for _ in range(2):
+                optimizer.zero_grad()
+                each(x.chunk(2)[dist.get_rank()] if "dp" in mesh and each is parallel else x).backward()
+                optimizer.step()
+                average.update_parameters(each)
+            averages.append(average)
+        assert_same_parameters(parallel, model)
+        assert_same_parameters(averages[0].module, averages[1].module)
+        for training in (True, False):
+            for average in averages:
+                average.train(training)
+            found = averages[0](x.chunk(2)[dist.get_rank()] if "dp" in mesh else x)
+            assert_close(found, averages[1](x))
+            found.backward()
+            averages[1](x).backward()
+        assert_same_gradients(averages[0].module, averages[1].module)
 
 
 def a_checkpoint_of_one_mesh_loads_on_another() -> None:
@@ -648,6 +700,8 @@ ON_TWO: Claims = (
     a_single_device_state_dict_loads_on_tp,
     a_single_device_state_dict_loads_on_dp_shard,
     a_checkpoint_of_one_mesh_loads_on_another,
+    a_plain_state_dict_loads_on_one_axis,
+    copies_are_models_of_their_own,
     accumulates_clips_and_steps_on_tp,
     accumulates_clips_and_steps_on_dp_shard,
     accumulates_clips_and_steps_on_dp_replicate,
@@ -677,6 +731,7 @@ ON_TWO: Claims = (
 ON_FOUR: Claims = (
     uneven_parts_of_parts_train_as_one_device,
     a_device_mesh_has_an_axis_that_is_cut,
+    a_plain_state_dict_loads_on_both,
 )
 
 

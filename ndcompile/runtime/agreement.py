@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ndcompile.runtime import private
+
 T = TypeVar("T")
 
 
@@ -32,6 +34,28 @@ def everyones(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
+
+
+def said(key: str, value: str, before: str = "") -> list[str]:
+    """Say `value` under a key that every rank uses once, wait until all have said theirs, and return it and another if
+    there is one: not as a collective, since a rank may be missing. All ranks have done with the key `before`.
+
+    Raises `Disagreement` where a rank says nothing until the timeout of the process group.
+    """
+    store = private.store()
+    first = store.compare_set(key, "", value).decode()
+    if first != value:
+        store.set(f"{key} other", value)
+    if store.add(f"{key} ranks", 1) == dist.get_world_size():
+        store.set(f"{key} all", "")
+    try:
+        store.wait([f"{key} all"])
+    except RuntimeError as error:
+        raise Disagreement("some rank has said nothing") from error
+    if before and dist.get_rank() == 0:
+        for part in ("", " ranks", " all"):
+            store.delete_key(before + part)
+    return [first, store.get(f"{key} other").decode()] if store.check([f"{key} other"]) else [first]
 
 
 def alike(values: Sequence[Any], what: str, why: str, tries: str) -> None:

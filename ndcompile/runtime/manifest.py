@@ -41,11 +41,14 @@ class Argument:
 
 @dataclass(frozen=True)
 class InputPlan:
-    """A tensor input: its dtype, and for each dim a fixed size, or a symbol whose size must divide by `multiples`."""
+    """A tensor input: its dtype, and for each dim a fixed size, or a symbol whose size must divide by `multiples`;
+    `grad` says whether it may have a gradient.
+    """
 
     name: str
     dtype: str
     dims: tuple[int | str, ...]
+    grad: bool
 
 
 NUMBERS = {"max": max, "min": min, "float": float, "int": int}
@@ -222,7 +225,7 @@ class Manifest:
         }
         made.flattened = [tuple(axes) for axes in data["flattened"]]
         made.arguments = [Argument(**a) for a in data["arguments"]]
-        made.input_plans = [InputPlan(p["name"], p["dtype"], tuple(p["dims"])) for p in data["input_plans"]]
+        made.input_plans = [InputPlan(p["name"], p["dtype"], tuple(p["dims"]), p["grad"]) for p in data["input_plans"]]
         return made
 
 

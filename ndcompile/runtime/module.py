@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ndcompile.runtime import private
-from ndcompile.runtime.agreement import Disagreement, everyones, together
+from ndcompile.runtime.agreement import together
 from ndcompile.runtime.block import Root
+from ndcompile.runtime.compared import Compared
+from ndcompile.runtime.gradient import scale_gradient
 from ndcompile.runtime.lengths import Grown, grown, lengthened, result
 from ndcompile.runtime.manifest import InputPlan, Manifest
 from ndcompile.runtime.mesh import Mesh
+from ndcompile.runtime.parts import own_part
 from ndcompile.runtime.random import draw_key
 from ndcompile.runtime.recorded import Recorder
 
@@ -38,7 +41,9 @@ class ParallelModule(nn.Module):
     `eval()` are compiled on first use. Raises `CallError`, before anything runs, where a call does not fit.
     """
 
-    def __init__(self, mesh: Mesh, device_mesh: Any, make: Callable[[bool], tuple[Root, Manifest]]) -> None:
+    def __init__(
+        self, mesh: Mesh, device_mesh: Any, make: Callable[[ParallelModule, bool], tuple[Root, Manifest]]
+    ) -> None:
         super().__init__()
         self._mesh, self._device_mesh, self._make = mesh, device_mesh, make
         self._programs: dict[bool, tuple[Root, Manifest]] = {}
@@ -46,9 +51,12 @@ class ParallelModule(nn.Module):
         self._recorder: Recorder | None = None
         self._records = False
         self._held: Mapping[str, object] = {}
+        self._frozen: Mapping[str, Tensor] = {}
         self._parts: list[nn.Module] = []
         self._as_held: list[object] = []
         self._checked = False
+        self._compared = Compared(mesh.spec)
+        self.register_load_state_dict_pre_hook(_take_parts)
         self._data_ranks = math.prod(axis.size for axis in mesh.spec.axes if axis.kind.startswith("dp_"))
 
     def __init_subclass__(cls) -> None:
@@ -61,6 +69,25 @@ class ParallelModule(nn.Module):
         with torch.autocast(tensors[0].device.type, enabled=False):
             results = self._runner(root)(*tensors)
         return self._finish(manifest, results, longer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A model of its own on the same mesh, with copies of the parameters and buffers: for their moving average,
+        say.
+        """
+        made = memo[id(self)] = type(self)(self._mesh, self._device_mesh, self._make)
+        own = vars(made).keys() - vars(nn.Module()).keys()
+        vars(made).update(copy.deepcopy({k: v for k, v in vars(self).items() if k not in own}, memo))
+        made._compile_options, made._records = self._compile_options, self._records
+        made._frozen = {name: made.get_parameter(name) for name in self._frozen}
+        made.hold()
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a parallel model cannot be pickled\n"
+            "  why  it has process groups, and parts of parameters of which other ranks have the rest\n"
+            "  try  torch.distributed.checkpoint with its state_dict(), and program.save() for the program"
+        )
 
     def compile(self, *args: Any, **options: Any) -> None:
         """As `nn.Module.compile`: every distinct block's `compute` is compiled once."""
@@ -77,7 +104,8 @@ class ParallelModule(nn.Module):
 
         Gradients are then not reduced over the axes on which parameters are whole (`dp_replicate`, and `tp` or `cp`
         for some); the backward of the last microbatch reduces the sum. Until then those parameters have no new
-        gradient, and an optimizer's step is an error.
+        gradient, and an optimizer's step is an error. The model's `zero_grad` drops what is held back; an optimizer's
+        does not.
         """
         if self._records:
             raise CallError(
@@ -123,7 +151,8 @@ class ParallelModule(nn.Module):
     @torch.compiler.disable
     def _program(self) -> tuple[Root, Manifest]:
         if self.training not in self._programs:
-            found = self._make(self.training)
+            with torch.inference_mode(False):  # what a program keeps is for all modes
+                found = self._make(self, self.training)
             if self._compile_options is not None:
                 type(found[0]).compile(bool(self._mesh.wires), **self._compile_options)
             self._programs[self.training] = found
@@ -136,19 +165,32 @@ class ParallelModule(nn.Module):
         """What the program takes, and which sequences got pads."""
         if self._checked:
             tensors = self._accept(manifest, args, kwargs)
+            self._compared.later(manifest, tensors)
         else:
             tensors = together(lambda: self._accept(manifest, args, kwargs))
-            self._check_ranks(manifest, tensors)
+            self._compared.first(manifest, tensors, self._tensors())
             self._checked = True
-        local = [t.to_local() if private.is_distributed(t) else t for t in tensors]
+        local = [self._local(plan, x) for plan, x in zip(manifest.input_plans, tensors, strict=True)]
         longer = grown(manifest, local)
         local = lengthened(manifest, local, longer)
         return ([*local, draw_key(local[0].device)] if manifest.random else local), longer
+
+    def _local(self, plan: InputPlan, x: Tensor) -> Tensor:
+        """This rank's tensor of an input. What other modules computed of this rank's batch gets the gradient of this
+        rank's own loss, as DDP has it: whatever reduces their parameters' gradients takes the mean over ranks.
+        """
+        over = x.device_mesh.mesh_dim_names or () if private.is_distributed(x) else ()
+        computed = x.requires_grad and x.grad_fn is not None and "b" in plan.dims
+        x = x.to_local() if private.is_distributed(x) else x
+        if not computed or self._data_ranks == 1 or any(axis.startswith("dp_") for axis in over):
+            return x
+        return scale_gradient(x, self._data_ranks)
 
     def _accept(self, manifest: Manifest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensor inputs of a call. Raises ValueError where this rank alone can tell that it does not fit."""
         self._refuse_changes()
         tensors = manifest.tensors(args, kwargs)
+        self._refuse_gradients(manifest, tensors)
         _check_autocast(tensors[0].device.type, manifest.autocast)
         manifest.check(tensors)
         if manifest.conditions:
@@ -166,14 +208,22 @@ class ParallelModule(nn.Module):
                 sizes["b"] = x.shape[plan.dims.index("b")] * (1 if private.is_distributed(x) else self._data_ranks)
         return sizes
 
+    def freeze(self) -> None:
+        """Take the parameters that have no gradient now for those of which the program reduces none."""
+        self._frozen = {name: p for name, p in self.named_parameters() if not p.requires_grad}
+
     def hold(self) -> None:
         """Take the present parameters and buffers for those that the program is bound to."""
         self._held, self._parts = self._present(), list(self.modules())
         self._as_held = self._at_a_glance()
 
     def _present(self) -> Mapping[str, object]:
-        parameters = {f"parameter '{name}'": (id(p), p.dtype) for name, p in self.named_parameters()}
-        return parameters | {f"buffer '{name}'": (id(b), b.dtype) for name, b in self.named_buffers()}
+        return {name: (id(x), x.dtype) for name, x in self._tensors().items()}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers, as errors name them."""
+        found: dict[str, Tensor] = {f"parameter '{name}'": p for name, p in self.named_parameters()}
+        return found | {f"buffer '{name}'": b for name, b in self.named_buffers()}
 
     def _at_a_glance(self) -> list[object]:
         """What changes whenever `_present` does, in a tenth of its time."""
@@ -189,13 +239,42 @@ class ParallelModule(nn.Module):
             self._refuse_other_tensors()
             self.hold()  # a module without tensors came or went
         for part in self._parts[1:]:
+            if part.training != self.training:
+                raise CallError(
+                    f"module '{self._path(part)}' is in {_mode(part)}, and the whole model in {_mode(self)}\n"
+                    f"  why  a program computes all of the model in one mode, that of the whole\n"
+                    f"  try  the module's own mode before nd.parallelize, which then is part of the program\n"
+                    f"  try  {_mode(self)} of the whole model, for its parts too"
+                )
             forward, backward = part._forward_hooks or part._forward_pre_hooks, part._backward_hooks
             if forward or backward or part._backward_pre_hooks:
-                path = next(path for path, module in self.named_modules() if module is part)
                 raise CallError(
-                    f"module '{path}' has a hook\n"
+                    f"module '{self._path(part)}' has a hook\n"
                     f"  why  the emitted module makes no inner calls that a hook could see\n"
                     f"  try  a hook on the whole model, or write its effect into the model before it is compiled"
+                )
+
+    def _path(self, part: nn.Module) -> str:
+        return next(path for path, module in self.named_modules() if module is part)
+
+    def _refuse_gradients(self, manifest: Manifest, tensors: Sequence[Tensor]) -> None:
+        """Refuse what requires a gradient now and did not when the model was compiled."""
+        if not torch.is_grad_enabled():
+            return
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise CallError(
+                    f"parameter '{name}' requires a gradient, and did not when the model was compiled\n"
+                    f"  why  the program reduces no gradient on the way to what was frozen\n"
+                    f"  try  requires_grad_(True) before nd.parallelize; freeze it afterwards, and train it at any time"
+                )
+        for plan, x in zip(manifest.input_plans, tensors, strict=True):
+            if x.requires_grad and not plan.grad:
+                raise CallError(
+                    f"input '{plan.name}' requires a gradient, and did not in the example inputs\n"
+                    f"  why  the program reduces no gradient on the way to it\n"
+                    f"  try  example_inputs in which it requires one; a call without is fine then\n"
+                    f"  try  {plan.name}.detach(), if none is wanted"
                 )
 
     def _refuse_other_tensors(self) -> None:
@@ -208,20 +287,6 @@ class ParallelModule(nn.Module):
                 f"  try  copy_(…) under torch.no_grad(), load_state_dict, or the change before nd.parallelize"
             )
 
-    def _check_ranks(self, manifest: Manifest, tensors: list[Tensor]) -> None:
-        """On the first call: equal inputs on ranks that share a batch, equal batch sizes and other inputs on all."""
-        everyone = everyones([(tuple(t.shape), str(t.dtype), _checksum(t)) for t in tensors])
-        spec = self._mesh.spec
-        data = [axis.name for axis in spec.axes if axis.kind.startswith("dp_")]
-        shared = " and ".join(dict.fromkeys(axis.kind for axis in spec.axes if axis.name not in data))
-        for rank, theirs in enumerate(everyone):
-            place = spec.coordinate(rank)
-            peer = spec.rank({name: place[name] if name in data else 0 for name in spec.names})
-            for plan, *held in zip(manifest.input_plans, theirs, everyone[peer], everyone[0], strict=True):
-                _refuse_other_input(plan, held, rank, peer, shared)
-        if data and torch.distributed.get_rank() == 0 and all(theirs == everyone[0] for theirs in everyone):
-            warnings.warn(SAME_BATCH, stacklevel=2)
-
     @torch.compiler.disable
     def _finish(self, manifest: Manifest, results: tuple[Any, ...], longer: Grown) -> Any:
         ends = manifest.ends or [[]] * len(manifest.outputs)
@@ -229,36 +294,30 @@ class ParallelModule(nn.Module):
             result(value, axes, own, longer, self._mesh, self._device_mesh)
             for value, axes, own in zip(results, manifest.outputs, ends, strict=True)
         ]
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(_refuse_second_derivative)
         return pytree.tree_unflatten(leaves, manifest.output_spec)
 
 
-SAME_BATCH = (
-    "all data-parallel ranks have the same batch\n"
-    "  why  each is to have its own part of the global batch, in which these samples now stand several times\n"
-    "  try  shard the loader by the data-parallel index"
-)
+def _take_parts(module: ParallelModule, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a state dict is loaded: of each whole tensor, as one device has it, this rank's part."""
+    plans, aliases = module.program.parameters, module.program.aliases
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and not private.is_distributed(value) and value.shape == parameter.shape:
+            part = own_part(value.detach(), plans[aliases.get(name, name)].dims, module._mesh)
+            part = part.to(private.local(parameter), copy=True).contiguous()
+            state[prefix + name] = private.distributed_like(part, parameter)
 
 
-def _refuse_other_input(plan: InputPlan, held: Sequence[Any], rank: int, peer: int, shared: str) -> None:
-    """Compare one input's shape, dtype and checksum: a rank's, the first's that shares its batch, rank 0's."""
-    mine, first, zeroth = held
-    if mine != first:
-        raise Disagreement(
-            f"input '{plan.name}' differs between ranks {peer} and {rank}, which share one data-parallel batch\n"
-            f"  why  ranks that differ only in {shared} work on the same samples\n"
-            f"  try  seed the loader by the data-parallel index, not by the rank"
-        )
-    if mine[:2] != zeroth[:2]:
-        raise Disagreement(
-            f"input '{plan.name}' is {list(mine[0])} on rank {rank} and {list(zeroth[0])} on rank 0\n"
-            f"  why  every data-parallel rank must have a batch of the same size\n"
-            f"  try  drop_last=True, or pad the last batch"
-        )
-    if mine != zeroth and "b" not in plan.dims:
-        raise Disagreement(
-            f"input '{plan.name}' differs between ranks 0 and {rank}\n"
-            f"  why  it has no batch, so the program takes it to be the same on every rank\n"
-            f"  try  the global one: a count of tokens is the sum over data-parallel ranks"
+def _refuse_second_derivative(gradient: Tensor) -> None:
+    """A hook of results, which autograd calls with gradients enabled exactly if it is to differentiate its backward."""
+    if torch.is_grad_enabled():
+        raise CallError(
+            "create_graph=True in a backward through a parallel model\n"
+            "  why  what its backward sends has no derivative, so that a gradient of its gradient would lack parts\n"
+            "  try  the same without create_graph; a penalty on gradients needs a model that is not parallelized"
         )
 
 
@@ -276,20 +335,20 @@ def _check_placements(plan: InputPlan, tensor: DTensor) -> None:
             )
 
 
+def _mode(module: nn.Module) -> str:
+    return "train()" if module.training else "eval()"
+
+
 def _check_autocast(device: str, compiled: torch.dtype | None) -> None:
     now = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     if now != compiled:
+        told = [f"autocast to {dtype}" if dtype else "no autocast" for dtype in (now, compiled)]
+        instead = f", or precision=nd.Precision(compute={now})" if now else ""
         raise CallError(
-            f"the model is called under autocast to {now}, but was compiled under autocast to {compiled}\n"
+            f"the model is called under {told[0]}, but was compiled under {told[1]}\n"
             f"  why  casts are fixed when the model is compiled\n"
-            f"  try  the same autocast around nd.parallelize, or precision=nd.Precision(compute={now})"
+            f"  try  the same autocast around nd.parallelize{instead}"
         )
-
-
-def _checksum(tensor: Tensor) -> float:
-    plain = private.local(tensor).detach().double().flatten()
-    weights = torch.arange(1, plain.numel() + 1, device=plain.device, dtype=plain.dtype).remainder_(8191)
-    return float((plain * weights).sum())
 
 
 def class_for(signature: inspect.Signature) -> type[ParallelModule]:

@@ -11,10 +11,19 @@ import torch
 from torch import Tensor
 
 from ndcompile.runtime import private
-from ndcompile.runtime.mesh import Ranks
+from ndcompile.runtime.mesh import Mesh, Ranks
 
 ALIGNMENT = 128
 """Bytes at whose multiples tensors begin in a common buffer, so that kernels may load them in vectors."""
+
+
+def own_part(x: Tensor, dims: Sequence[Sequence[str]], mesh: Mesh) -> Tensor:
+    """This rank's part of a whole tensor of which axes shard each dim, major first: a view."""
+    for dim, axes in enumerate(dims):
+        for axis in axes:
+            ranks, size = mesh[axis], x.shape[dim]
+            x = x.narrow(dim, ranks.start(size), ranks.part(size))
+    return x
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -215,6 +216,36 @@ def _refuse_unfinished(optimizer: Optimizer, args: object, kwargs: object) -> No
 register_optimizer_step_pre_hook(_refuse_unfinished)
 
 
+class LeftBehind(ValueError):
+    """An optimizer was to step on parameters of a model whose parallel one is trained."""
+
+
+_GIVEN: weakref.WeakKeyDictionary[object, Mapping[int, Tensor]] = weakref.WeakKeyDictionary()
+
+
+def note_given(parameters: Iterable[Tensor], taker: object) -> bool:
+    """Note that `taker` has parameters made of these; whether another has some made of these, beside others."""
+    held = weakref.WeakValueDictionary({id(p): p for p in parameters})
+    others = [given for given in _GIVEN.values() if set(given) != set(held)]
+    _GIVEN[taker] = held
+    return any(given.get(number) is p for given in others for number, p in held.items())
+
+
+def _refuse_left_behind(optimizer: Optimizer, args: tuple[object, ...], kwargs: object) -> None:
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if len(args) > 1 or kwargs or any(p.grad is not None for p in held):
+        return  # a closure makes gradients; with gradients these are parameters that something trains
+    if any(given.get(id(p)) is p for given in _GIVEN.values() for p in held):
+        raise LeftBehind(
+            "step of an optimizer over the parameters of the model that nd.parallelize was given\n"
+            "  why  they have no gradients: the parallel model has parameters of its own, which are trained\n"
+            "  try  the optimizer after nd.parallelize, over the parallel model's parameters()"
+        )
+
+
+register_optimizer_step_pre_hook(_refuse_left_behind)
+
+
 def strided_shard(dim: int, parts: int) -> object:
     """The placement of an axis that shards each of the `parts` that a later, major axis makes of `dim`."""
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -233,6 +264,11 @@ def let_go(device_mesh: DeviceMesh) -> None:
     A gloo thread that frees a tensor while the interpreter ends aborts the process.
     """
     getattr(device_mesh, "_pg_registry", {}).clear()
+
+
+def store() -> torch._C._distributed_c10d.Store:
+    """Where the ranks of the world may leave a few words for each other."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def group_name(group: dist.ProcessGroup) -> str:

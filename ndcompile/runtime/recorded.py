@@ -52,6 +52,7 @@ class Tape:
     def __init__(self, root: Root, inputs: tuple[Tensor, ...]) -> None:
         self._state = state = root._state
         self._parameters = [p for p in state.parameters.values() if p.requires_grad]
+        self._frozen = [p for p in state.parameters.values() if not p.requires_grad]
         leaves = {n: private.local(p).requires_grad_() for n, p in state.parameters.items() if p.requires_grad}
         self._inputs = [x.clone() for x in inputs]
         self.number = 0
@@ -79,6 +80,12 @@ class Tape:
         self._results = tuple(x.detach() if isinstance(x, Tensor) else x for x in self._results)
 
     def play(self, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        if any(x.requires_grad for x in (*inputs, *self._frozen)):
+            raise RecordedError(
+                "an input, or a parameter that was frozen when the step was recorded, requires a gradient\n"
+                "  why  the recorded backward is that of the parameters that were trained then\n"
+                "  try  requires_grad_(True) before the first step, or nd.parallelize without cuda_graph"
+            )
         for held, given in zip(self._inputs, inputs, strict=True):
             if held.shape != given.shape or held.dtype != given.dtype:
                 raise RecordedError(

@@ -60,6 +60,7 @@ class Bucket:
         self._check_shapes()
         self._lane = lane or Lane(private.local(self._held()[0]).device if self._names else torch.device("cpu"))
         dtypes = [compute if compute is not None and p.is_floating_point() else p.dtype for p in self._held()]
+        self._lends = not self._moves and dtypes == [p.dtype for p in self._held()]  # the parameters' own memory
         self._carrier = (transport or Collectives()).carrier(self._ways, dtypes, reduce)
 
     @contextmanager
@@ -213,16 +214,20 @@ class _Use:
         return again.as_strided(saved.size, saved.stride, saved.offset)
 
     def _gather_again(self) -> None:
-        bucket = self._bucket
-        if (versions := bucket._versions()) != self._versions:
-            raise StaleWeights(
-                f"cannot run backward: parameters of {', '.join(bucket._names)} were changed after the forward\n"
-                f"  why  gathered weights are not kept, and gathering them now would bring other values\n"
-                f"  try  backward before the optimizer's step"
-            )
+        versions, bucket = self.check(), self._bucket
         with torch.no_grad():
             self._again, self._kept = self._kept or bucket._take(versions), None
             bucket._prefetch_back()
+
+    def check(self) -> tuple[int, ...]:
+        """The versions of the parameters, which are those that forward used."""
+        if (versions := self._bucket._versions()) != self._versions:
+            raise StaleWeights(
+                f"cannot run backward: parameters of {', '.join(self._bucket._names)} were changed after the forward\n"
+                f"  why  weights are not kept for backward, which would take other values now\n"
+                f"  try  backward before the optimizer's step"
+            )
+        return versions
 
     def free(self) -> None:
         """All gradients have arrived; another backward would gather anew."""
@@ -246,6 +251,8 @@ class _Deliver(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.use.free()
+        if ctx.bucket._lends:  # what autograd kept is the parameters: torch sees no change of a DTensor's memory
+            ctx.use.check()
         found = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
         if found:
             ctx.bucket._reduce(found, ctx.harvest, ctx.defer)
