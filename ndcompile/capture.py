@@ -27,7 +27,7 @@ from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
 from ndcompile.known import Known
 from ndcompile.labels import label_nodes, label_placeholders, refuse_values, roles_of, set_dtypes, widen_casts
 from ndcompile.literals import write_literals
-from ndcompile.own_backward import derivatives_alone
+from ndcompile.own_backward import derivatives_alone, name_gradients
 from ndcompile.precision import Precision
 from ndcompile.regions import inline_regions
 from ndcompile.remat import Kept, Remat, Reshard, read_kept
@@ -97,6 +97,7 @@ def capture(
     exported, names, kept = _in_a_way(lambda way: _traced(model, options, given, way))
     graph = exported.graph_module
     count_places(graph)
+    name_gradients(graph)
     refuse_values(graph)
     if float64:
         widen_casts(graph)

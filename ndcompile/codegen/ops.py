@@ -131,7 +131,7 @@ def _factor(size: str) -> str:
 
 
 def _reshape(w: Writer, node: fx.Node) -> str:
-    return f"{w.text(node.args[0])}.reshape({', '.join(w.local_shape(node))})"
+    return f"{w.text(node.args[0])}.reshape({', '.join(w.local_shape(node)) or '()'})"
 
 
 def _flatten(w: Writer, node: fx.Node) -> str:

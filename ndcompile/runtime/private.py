@@ -415,6 +415,19 @@ def untraced() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def gradients_on() -> Iterator[None]:
+    """Let ops have gradients, without a word to what traces a model: it would make a region of its own of them."""
+    before = torch.is_grad_enabled()
+    with torch._C.DisableTorchFunction():
+        torch._C._set_grad_enabled(True)
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(before)
+
+
 def hint(size: Any) -> Any:
     """A symbolic size as it is in the example; anything else is itself."""
     return size.node.hint if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
