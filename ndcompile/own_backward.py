@@ -1,4 +1,4 @@
-"""A `torch.autograd.Function` of the model's: a graph holds what its forward does, and gradients are derivatives of that.
+"""A `torch.autograd.Function` of the model's: a graph has its forward, and gradients are derivatives of what it has.
 
 Where backward is not that derivative, forward is written as ops that have it: what it gives, with the gradient of what
 backward is the derivative of.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ TRACED = torch.ops.ndcompile.with_gradient_of.default
 """`runtime.with_gradient_of` while a model is traced."""
 
 SHAPES = frozenset(
-    "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_empty_strided".split()
+    "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_empty_strided sym_size "
+    "sym_numel sym_stride".split()
 )
 """Ops that take no values of their operand."""
 
@@ -125,6 +127,8 @@ class _Call:
 
     def __init__(self, kind: Any, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.kind, self.forward, self.args, self.kwargs = kind, forward, args, kwargs
+        self.tried: list[bool] | None = None
+        """Of which tensors the transpose of backward took values where it was tried."""
 
     def plain(self) -> Any:
         """What forward gives, by torch's ops alone."""
@@ -138,23 +142,14 @@ class _Call:
         made, context = self._called([_apart(x) for x in self.args])
         results = _listed(made)
         for each in contexts:
-            each.mark_non_differentiable(*context.not_differentiable)
-        with private.gradients_on():
-            linear = self._transposed(context, context.seeds(results))
+            each.mark_non_differentiable(*context._not_differentiable)
+        graph, values, taken = self._transpose(context, results)
+        if self.tried is not None and self.tried != taken:
+            why = f"{self.kind.__name__}.backward is another where it is traced than where it was tried"
+            raise NotOneGraph(why, *TRIES)
+        linear = fx.Interpreter(graph).run(*values)
         results = [y if z is None else joined(y, z) for y, z in zip(results, linear, strict=True)]
         return tuple(results) if isinstance(made, tuple) else results[0]
-
-    def is_linear(self) -> bool:
-        """Whether backward is linear in the gradients: whether what `written` adds takes none of their values."""
-        made, context = self._called([_apart(x) for x in self.args])
-        seeds = context.seeds(_listed(made))
-
-        def transposed(*given: Tensor) -> list[Tensor]:
-            values = iter(given)
-            at = [next(values).detach().requires_grad_() if _differentiated(x) else x for x in seeds]
-            return [z for z in self._transposed(context, at) if z is not None]
-
-        return not _takes_values(private.traced(transposed, [x.detach() for x in seeds if _differentiated(x)], False))
 
     def _called(self, args: Sequence[Any]) -> tuple[Any, _Context]:
         """What forward gives, and the context that it leaves to backward."""
@@ -165,16 +160,51 @@ class _Call:
         self.kind.setup_context(context, tuple(args), made)
         return made, context
 
-    def _transposed(self, context: _Context, seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """For each result what is linear in the arguments and has backward as its derivative.
+    def taken(self) -> list[bool]:
+        """Of which tensors the transpose of backward takes values: gradients of results, what is kept, arguments."""
+        made, context = self._called([_apart(x) for x in self.args])
+        return self._transpose(context, _listed(made))[2]
 
-        It is the transpose of backward, which torch gives as a derivative with regard to the results' gradients.
+    def _transpose(self, context: _Context, results: Sequence[Any]) -> tuple[fx.GraphModule, list[Any], list[bool]]:
+        """What gives for each result what is linear in the arguments and has backward as its derivative; and of what.
+
+        It is the transpose of backward, which torch gives as a derivative with regard to the results' gradients. It is
+        traced by itself: what autograd keeps of composed ops is not known to what traces a model.
         """
+        seeds = [_seed(context, y) for y in results]
+        carry = [_differentiated(x) for x in seeds]
+        wanted = [x if _differentiated(x) else None for x in self.args]
+        leaves, spec = pytree.tree_flatten((seeds, _kept(context), wanted))
+        places = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, torch.SymInt))]
+        values = [leaves[i] for i in places]
+
+        def transposed(*given: Any) -> list[Tensor | None]:
+            held = dict(zip(places, given, strict=True))
+            at, kept, args = pytree.tree_unflatten([held.get(i, x) for i, x in enumerate(leaves)], spec)
+            at = [x.detach().requires_grad_() if carries else x for x, carries in zip(at, carry, strict=True)]
+            return self._derived(_Context(context.needs_input_grad, kept), at, args)
+
+        graph = private.traced_apart(transposed, values)
+        graph.graph.eliminate_dead_code()
+        taken = [
+            _takes_values(graph, given)
+            for given, x in zip(graph.graph.find_nodes(op="placeholder"), values, strict=True)
+            if isinstance(x, Tensor)
+        ]
+        if any(taken[: sum(x is not None for x in seeds)]):
+            why = f"{self.kind.__name__}.backward is not linear in the gradient that it is given, as a derivative is"
+            raise NotOneGraph(why, *TRIES)
+        return graph, values, taken
+
+    def _derived(
+        self, context: _Context, seeds: Sequence[Tensor | None], args: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The derivative of backward with regard to each seed, times the arguments."""
         backward = inspect.unwrap(self.kind.backward)  # without `once_differentiable`
         found = backward(context, *(None if x is None else x.clone() for x in seeds))
         found = found if isinstance(found, tuple) else (found,)
-        pairs = [(x, g) for x, g in zip(self.args, found, strict=False) if _differentiated(x) and _differentiated(g)]
-        at = [x for x in seeds if _differentiated(x)]
+        pairs = [(x, g) for x, g in zip(args, found, strict=False) if x is not None and _differentiated(g)]
+        at = [x for x in seeds if x is not None and x.requires_grad]
         if not pairs or not at:
             return [None] * len(seeds)
         gradients = [g.sum_to_size(x.shape).to(x.dtype) for x, g in pairs]
@@ -190,10 +220,9 @@ def _apart(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
-def _takes_values(graph: fx.GraphModule) -> bool:
+def _takes_values(graph: fx.GraphModule, given: fx.Node) -> bool:
     """Whether values of what is given reach what is returned."""
-    graph.graph.eliminate_dead_code()
-    reached = set(graph.graph.find_nodes(op="placeholder"))
+    reached = {given}
     for node in graph.graph.nodes:
         shape = node.op == "call_function" and getattr(node.target, "__name__", "").partition(".")[0] in SHAPES
         if not shape and not reached.isdisjoint(node.all_input_nodes):
@@ -204,11 +233,12 @@ def _takes_values(graph: fx.GraphModule) -> bool:
 class _Context:
     """In the place of the one that keeps things for backward."""
 
-    def __init__(self, needed: Iterable[bool]) -> None:
+    def __init__(self, needed: Iterable[bool], kept: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.needs_input_grad = tuple(needed)
         self.saved_tensors: tuple[Any, ...] = ()
-        self.not_differentiable: tuple[Tensor, ...] = ()
-        self.materialize_grads = True
+        self._not_differentiable: tuple[Tensor, ...] = ()
+        self._materialized = True
+        vars(self).update(kept)
 
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
@@ -217,23 +247,30 @@ class _Context:
         pass
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        self.not_differentiable = tensors
+        self._not_differentiable = tensors
 
     def mark_dirty(self, *tensors: Tensor) -> None:
         raise NotOneGraph("an autograd.Function changes what it is given", "one that gives a new tensor")
 
     def set_materialize_grads(self, value: bool) -> None:
-        self.materialize_grads = value
+        self._materialized = value
 
-    def seeds(self, results: Sequence[Any]) -> list[Tensor | None]:
-        """For each result a gradient for backward to be given."""
-        return [self._seed(y) if isinstance(y, Tensor) else None for y in results]
 
-    def _seed(self, y: Tensor) -> Tensor | None:
-        if y.dtype.is_floating_point or y.dtype.is_complex:
-            if not any(y is x for x in self.not_differentiable):
-                return torch.zeros_like(y, requires_grad=True)
-        return torch.zeros_like(y) if self.materialize_grads else None
+INNER = ("needs_input_grad", "_not_differentiable", "_materialized")
+"""What a context has that forward did not leave for backward."""
+
+
+def _kept(context: _Context) -> dict[str, Any]:
+    return {name: value for name, value in vars(context).items() if name not in INNER}
+
+
+def _seed(context: _Context, y: Any) -> Tensor | None:
+    """What backward gets in the place of the gradient of a result; it is differentiated if the result is."""
+    if not isinstance(y, Tensor):
+        return None
+    if (y.is_floating_point() or y.is_complex()) and not any(y is x for x in context._not_differentiable):
+        return torch.zeros_like(y, requires_grad=True)
+    return torch.zeros_like(y) if context._materialized else None
 
 
 def _is_derivative(call: _Call) -> bool:
@@ -256,19 +293,26 @@ def _is_derivative(call: _Call) -> bool:
 
 
 def _tried(call: _Call, shapes: Sequence[Any]) -> bool:
-    why = f"{call.kind.__name__}.backward is not the derivative of its forward"
     for size in SIZES:
         given = [_drawn(x, at, size) for x, at in zip(call.args, shapes, strict=True)]
         tried = _Call(call.kind, call.forward, given, call.kwargs)
         own = _gradients(functools.partial(call.kind.apply, **call.kwargs), given)
         if all(x.isfinite().any() or not x.numel() for x in own):
             break
-    if all(map(_near, own, _gradients(lambda *_: tried.plain(), given))):
+    is_derivative = all(map(_near, own, _gradients(lambda *_: tried.plain(), given)))
+    why = f"{call.kind.__name__}.backward is not the derivative of its forward, and torch does not transpose it"
+    try:
+        call.tried = tried.taken()
+    except NotOneGraph:
+        raise
+    except Exception as error:  # torch's, of what it cannot derive: then numbers alone say that it is the derivative
+        if is_derivative:
+            return True
+        raise NotOneGraph(why, *TRIES) from error
+    if is_derivative:
         return True
-    if not tried.is_linear():
-        raise NotOneGraph(f"{why}, and not linear in the gradient that it is given", *TRIES)
     if not all(map(_same, own, _gradients(lambda *_: tried.written((), runtime.with_gradient_of), given))):
-        raise NotOneGraph(f"{why}, and not what torch derives of its transpose", *TRIES)
+        raise NotOneGraph(why, *TRIES)
     return False
 
 

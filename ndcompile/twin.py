@@ -208,8 +208,6 @@ class WhereInputsAre(TorchFunctionMode):
             return torch.tensor(args[1], dtype=kwargs.get("dtype") or args[0].dtype).to(device or args[0].device)
         if function is Tensor.__getitem__:
             return function(args[0], _listed_places(args[1]))
-        if function is Tensor.__setitem__ and _is_filled(*args):
-            return _fill(*args)
         if function is F.cross_entropy:
             return _cross_entropy(*args, **kwargs)
         if function in CALLS:
@@ -225,18 +223,6 @@ def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> 
     if reduction != "none" or input.dim() != 2 or target.dim() != 1:
         return F.cross_entropy(input, target, *args, **kwargs)
     return F.cross_entropy(input.unsqueeze(2), target.unsqueeze(1), *args, **kwargs).squeeze(1)
-
-
-def _is_filled(x: Tensor, index: Any, value: Any) -> bool:
-    """Whether `x[mask] = number` fills where a mask says so; as places they would be as many as it says."""
-    mask = isinstance(index, Tensor) and index.dtype == torch.bool and 0 < index.dim() <= x.dim()
-    return mask and isinstance(value, (bool, int, float))
-
-
-def _fill(x: Tensor, mask: Tensor, value: Any) -> None:
-    for _ in range(x.dim() - mask.dim()):
-        mask = mask.unsqueeze(-1)
-    x.masked_fill_(mask, value)
 
 
 def _listed_places(index: Any) -> Any:
