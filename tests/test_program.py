@@ -346,3 +346,20 @@ def test_a_range_without_a_step_is_written_without_one() -> None:
 
     text = str(nd.compile(Places(), "dp_shard=2", torch.zeros(4, 4)))
     assert "torch.arange(3, 7, device=x.device)" in text and "torch.arange(3, 9, 2, device=x.device)" in text
+
+
+def test_whole_numbers_with_a_step_that_is_a_float() -> None:
+    class Numbered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(12, 12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            one, two = (torch.arange(0, 6, step, dtype=torch.int64) for step in (1.0, 2.0))
+            y: torch.Tensor = x + self.table(one).sum(0) + self.table(two).sum(0)
+            return y
+
+    model = Numbered()
+    program = nd.compile(model, "tp=2", torch.zeros(4, 12))
+    assert "torch.arange(0, 6, 2.0, dtype=torch.int64, device=x.device)" in str(program)
+    assert nd.verify(program, model, seeds=1).equal
