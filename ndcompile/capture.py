@@ -20,7 +20,7 @@ from ndcompile.borders import Borders, spell_out
 from ndcompile.conditions import answers, conditions
 from ndcompile.counts import count_places
 from ndcompile.drawn import Draws
-from ndcompile.errors import CompileError, NotOneGraph
+from ndcompile.errors import CompileError, NotOneGraph, tries_of_read
 from ndcompile.fold import NotFollowed, fold
 from ndcompile.functional import make_functional, mark_views
 from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
@@ -244,7 +244,7 @@ def _not_captured(model: nn.Module, error: Exception) -> CompileError:
             cut,
             source=source,
             why="its control flow depends on the values of tensors",
-            tries="torch.where instead of if on a tensor",
+            tries=tries_of_read(source, "torch.where instead of if on a tensor"),
         )
     if "register a pytree" in text or text.startswith("unhashable type"):  # the latter is torch 2.11's
         caches = getattr(getattr(model, "config", None), "use_cache", False)

@@ -363,3 +363,21 @@ def test_whole_numbers_with_a_step_that_is_a_float() -> None:
     program = nd.compile(model, "tp=2", torch.zeros(4, 12))
     assert "torch.arange(0, 6, 2.0, dtype=torch.int64, device=x.device)" in str(program)
     assert nd.verify(program, model, seeds=1).equal
+
+
+def test_what_begins_with_nothing_is_joined_without_it() -> None:
+    """As a cache of keys that begins with `torch.tensor([])`."""
+
+    class Joins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(12, 12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.cat([torch.tensor([]), self.layer(x)], dim=-2)
+            return torch.cat([y, torch.tensor([]), x], dim=-2)
+
+    model = Joins()
+    program = nd.compile(model, "dp_shard=2", torch.zeros(4, 6, 12))
+    assert str(program).count("torch.cat") == 1 and "literal" not in str(program)
+    assert nd.verify(program, model, seeds=1).equal
