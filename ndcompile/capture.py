@@ -20,14 +20,14 @@ from ndcompile.borders import Borders, spell_out
 from ndcompile.conditions import answers, conditions
 from ndcompile.counts import count_places
 from ndcompile.drawn import Draws
-from ndcompile.errors import CompileError, NotOneGraph
+from ndcompile.errors import CompileError, NotOneGraph, tries_of_read
 from ndcompile.fold import NotFollowed, fold
 from ndcompile.functional import make_functional, mark_views
 from ndcompile.inputs import DynamicDims, Inputs, name_dims, traced_inputs
 from ndcompile.known import Known
 from ndcompile.labels import label_nodes, label_placeholders, refuse_values, roles_of, set_dtypes, widen_casts
 from ndcompile.literals import write_literals
-from ndcompile.own_backward import derivatives_alone
+from ndcompile.own_backward import derivatives_alone, name_gradients
 from ndcompile.precision import Precision
 from ndcompile.regions import inline_regions
 from ndcompile.remat import Kept, Remat, Reshard, read_kept
@@ -97,6 +97,7 @@ def capture(
     exported, names, kept = _in_a_way(lambda way: _traced(model, options, given, way))
     graph = exported.graph_module
     count_places(graph)
+    name_gradients(graph)
     refuse_values(graph)
     if float64:
         widen_casts(graph)
@@ -243,7 +244,7 @@ def _not_captured(model: nn.Module, error: Exception) -> CompileError:
             cut,
             source=source,
             why="its control flow depends on the values of tensors",
-            tries="torch.where instead of if on a tensor",
+            tries=tries_of_read(source, "torch.where instead of if on a tensor"),
         )
     if "register a pytree" in text or text.startswith("unhashable type"):  # the latter is torch 2.11's
         caches = getattr(getattr(model, "config", None), "use_cache", False)

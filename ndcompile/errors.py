@@ -69,3 +69,9 @@ class NotOneGraph(Exception):
 
 class CheckError(CompileError):
     """A compiled graph breaks a law of placements: a bug of the compiler, or of a rule that was registered."""
+
+
+def tries_of_read(source: str | None, otherwise: str) -> tuple[str, ...]:
+    """What to try where a line reads a value: an `assert` changes nothing, and can be left out."""
+    asserts = source is not None and source.partition("   ")[2].startswith("assert ")
+    return ("the assert outside of forward", "python -O, which leaves asserts out") if asserts else (otherwise,)

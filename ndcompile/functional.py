@@ -32,6 +32,7 @@ def make_functional(graph: fx.GraphModule) -> None:
     input or a parameter may not be changed, nor a value that carries a gradient where none is recorded.
     """
     lower_batch_norms(graph)
+    _write_masks(graph.graph)
     names = _Names(graph.graph)
     for node in list(graph.graph.nodes):
         names.visit(node)
@@ -41,6 +42,18 @@ def make_functional(graph: fx.GraphModule) -> None:
         graph.graph.erase_node(node)
     graph.graph.lint()
     graph.recompile()
+
+
+def _write_masks(graph: fx.Graph) -> None:
+    """`index_put(x, [mask], y)` of a new tensor is written as `x[mask] = y` is."""
+    for node in graph.find_nodes(op="call_function", target=aten.index_put.default):
+        before, indices, value, *rest = node.args
+        if any(index is not None and index.meta["dtype"] == torch.bool for index in indices):
+            with graph.inserting_before(node):
+                written = _placed(Builder(graph, node), before, indices, value, *rest)
+            written.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(written)
+            graph.erase_node(node)
 
 
 def _refuse_returned_parameters(graph: fx.GraphModule) -> None:

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ndcompile.autocast import casts
 from ndcompile.counts import COUNTS
-from ndcompile.errors import CompileError
+from ndcompile.errors import CompileError, tries_of_read
 from ndcompile.known import Known
 from ndcompile.rounded import rounded
 
@@ -192,7 +192,7 @@ def refuse_values(graph: fx.GraphModule) -> None:
                 node=f"%{node.name}   {_module_path(node)}".rstrip(),
                 source=_source(node),
                 why="it would be that of the part that a rank holds, and is not known before",
-                tries="the tensor itself, without .item()",
+                tries=tries_of_read(_source(node), "the tensor itself, without .item()"),
             )
         counted = node.target in COUNTS
         if isinstance(value, Tensor) and (counted or free_unbacked_symbols(value)):

@@ -189,6 +189,9 @@ FACTORIES = frozenset(
 )
 
 
+DIVISIONS = frozenset({torch.div, torch.divide, torch.true_divide})
+"""`torch.div(x.size(1), 8, rounding_mode="trunc")` would be a tensor, and as a size of another be read on the host."""
+
 VALUED = frozenset({torch.tensor, torch.as_tensor})
 
 
@@ -215,6 +218,8 @@ class WhereInputsAre(TorchFunctionMode):
             return torch.tensor(args[1], dtype=kwargs.get("dtype") or args[0].dtype).to(device or args[0].device)
         if function is Tensor.__getitem__:
             return function(args[0], _listed_places(args[1]))
+        if function in DIVISIONS and _of_sizes(*args, **kwargs):
+            return args[0] // args[1]
         if function is F.cross_entropy:
             return _cross_entropy(*args, **kwargs)
         if function in CALLS:
@@ -222,6 +227,12 @@ class WhereInputsAre(TorchFunctionMode):
         if device is None and function in FACTORIES:
             return function(*args, **kwargs | {"device": "meta"})
         return function(*args, **kwargs)
+
+
+def _of_sizes(one: Any, two: Any, *, rounding_mode: str | None = None, out: Any = None) -> bool:
+    """Whether a division is one of sizes, which are not negative, to a whole number."""
+    sizes = type(one) is torch.SymInt and type(two) in (int, torch.SymInt)
+    return sizes and rounding_mode is not None and out is None and (type(two) is torch.SymInt or two > 0)
 
 
 def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:

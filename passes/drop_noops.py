@@ -25,8 +25,8 @@ VIEWS = (aten.expand.default, aten.view.default, aten.reshape.default, aten.slic
 
 
 def drop_noops(graph: fx.GraphModule) -> fx.GraphModule:
-    """Casts to the dtype at hand, copies, full slices, views to the same shape, dropout that drops nothing, `detach` of
-    what carries no gradient.
+    """Casts to the dtype at hand, copies, full slices, views to the same shape, dropout that drops nothing, what is
+    empty of what is joined, `detach` of what carries no gradient.
 
     What is left of casts is `aten.to.dtype`; what no output needs is erased. Afterwards `no_noops` holds.
     """
@@ -38,6 +38,11 @@ def drop_noops(graph: fx.GraphModule) -> fx.GraphModule:
             source = node.args[0].args[0][node.args[1]]
             if source.meta["sizes"] == node.meta["sizes"]:
                 node.replace_all_uses_with(source)
+        elif node.target is aten.cat.default and (left := _without_empty(node)):
+            if len(left) > 1:
+                node.args = (left, *node.args[1:])
+            else:
+                node.replace_all_uses_with(left[0])
         elif is_noop(node) or node in idle:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
@@ -50,6 +55,17 @@ def drop_noops(graph: fx.GraphModule) -> fx.GraphModule:
     graph.graph.eliminate_dead_code(is_impure)
     graph.recompile()
     return graph
+
+
+def _without_empty(node: fx.Node) -> list[fx.Node]:
+    """What `cat` joins without tensors `[0]`, which go with those of any shape (a cache that begins with nothing).
+
+    Nothing where there is none of them, or where the others have another dtype than the result.
+    """
+    joined: Any = node.args[0]
+    left = [x for x in joined if x.meta.get("sizes") != (0,)]
+    same = all(x.meta["dtype"] == node.meta["dtype"] and len(x.meta["sizes"]) > 1 for x in left)
+    return left if same and len(left) < len(joined) else []
 
 
 def _idle(graph: fx.Graph) -> set[fx.Node]:

@@ -132,6 +132,12 @@ class Branches(Linear):
         return -y
 
 
+class Asserts(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        assert bool((x >= 0).all()), "below 0"
+        return self.layer(x)
+
+
 class Counts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.bincount((x > 0).long().reshape(-1), minlength=3)
@@ -171,6 +177,16 @@ def test_control_flow_on_values() -> None:
         f"  source  {line_of('if y.sum() > 0:')}",
         "  why     its control flow depends on the values of tensors",
         "  try     torch.where instead of if on a tensor",
+    )
+
+
+def test_an_assert_on_values() -> None:
+    assert refusal(Asserts(), "tp=2") == lines(
+        "Asserts cannot be captured as one graph",
+        "  source  " + line_of('assert bool((x >= 0).all()), "below 0"'),
+        "  why     its control flow depends on the values of tensors",
+        "  try     the assert outside of forward",
+        "  try     python -O, which leaves asserts out",
     )
 
 

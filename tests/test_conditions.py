@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -184,3 +185,16 @@ class Two(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.tokens(x).sum(1) + self.tokens(y).sum(1)
+
+
+def test_a_division_of_sizes_is_a_size() -> None:
+    """As Longformer cuts its chunks; by itself it is a tensor, which would be read."""
+
+    def halves(x: Tensor, table: Tensor) -> Tensor:
+        count: Any = torch.div(x.size(1), 2, rounding_mode="trunc")
+        return x.view(x.size(0), count, 2, x.size(2)).sum(2).mean()
+
+    model = Asks(halves)
+    program = nd.compile(model, "dp_shard=2", torch.zeros(4, 16, 6), dynamic_dims={"x": {0: "b", 1: "s"}})
+    assert "It holds while s % 2 == 0." in str(program)
+    assert nd.verify(program, model, seeds=1).equal

@@ -124,7 +124,7 @@ def entries_under_a_mask(model: Model, x: Tensor) -> Tensor:
     y[x > 0.5] = 0
     y[x[:, 0] > 0] = -1.0
     y.masked_fill_(x < -0.5, 2)
-    return y
+    return torch.index_put(y, (x > 0,), torch.tensor(3.0, dtype=y.dtype))
 
 
 def an_overlap(model: Model, x: Tensor) -> tuple[Tensor, ...]:

@@ -346,3 +346,38 @@ def test_a_range_without_a_step_is_written_without_one() -> None:
 
     text = str(nd.compile(Places(), "dp_shard=2", torch.zeros(4, 4)))
     assert "torch.arange(3, 7, device=x.device)" in text and "torch.arange(3, 9, 2, device=x.device)" in text
+
+
+def test_whole_numbers_with_a_step_that_is_a_float() -> None:
+    class Numbered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(12, 12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            one, two = (torch.arange(0, 6, step, dtype=torch.int64) for step in (1.0, 2.0))
+            y: torch.Tensor = x + self.table(one).sum(0) + self.table(two).sum(0)
+            return y
+
+    model = Numbered()
+    program = nd.compile(model, "tp=2", torch.zeros(4, 12))
+    assert "torch.arange(0, 6, 2.0, dtype=torch.int64, device=x.device)" in str(program)
+    assert nd.verify(program, model, seeds=1).equal
+
+
+def test_what_begins_with_nothing_is_joined_without_it() -> None:
+    """As a cache of keys that begins with `torch.tensor([])`."""
+
+    class Joins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(12, 12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.cat([torch.tensor([]), self.layer(x)], dim=-2)
+            return torch.cat([y, torch.tensor([]), x], dim=-2)
+
+    model = Joins()
+    program = nd.compile(model, "dp_shard=2", torch.zeros(4, 6, 12))
+    assert str(program).count("torch.cat") == 1 and "literal" not in str(program)
+    assert nd.verify(program, model, seeds=1).equal

@@ -19,7 +19,8 @@ RUNTIME = frozenset(
     "replicate invariant shard partial shard_invariant partial_invariant all_gather all_gather_invariant all_to_all "
     "in_order pad all_reduce all_reduce_invariant reduce_scatter embedding cross_entropy dropout attention "
     "attention_with_dropout context_attention arange fold scale_gradient grouped_linear histogram literal "
-    "uniform batch_norm moving_average lstm gru rnn_tanh rnn_relu convolve running_sum start once in_halves".split()
+    "uniform batch_norm moving_average lstm gru rnn_tanh rnn_relu convolve running_sum start once in_halves "
+    "with_gradient_of".split()
 )
 """What emitted modules call of the runtime."""
 
@@ -46,7 +47,7 @@ def value_name(node: fx.Node) -> str:
         "cross_entropy": "losses", "sum": "total", "div": "loss" if not node.meta["shape"] else "ratio",
         "getitem": "item", "slice": "cut", "pow": "power", "__and__": "both", "index": "picked", "arange": "numbers",
         "embedding": "embedded", "pad": "padded", "convolve": "convolved", "running_sum": "running",
-        "eye": "identity",
+        "eye": "identity", "with_gradient_of": "with_gradient",
     }.get(base, identifier(base.strip("_")))  # fmt: skip
 
 

@@ -131,7 +131,7 @@ def _factor(size: str) -> str:
 
 
 def _reshape(w: Writer, node: fx.Node) -> str:
-    return f"{w.text(node.args[0])}.reshape({', '.join(w.local_shape(node))})"
+    return f"{w.text(node.args[0])}.reshape({', '.join(w.local_shape(node)) or '()'})"
 
 
 def _flatten(w: Writer, node: fx.Node) -> str:
@@ -176,8 +176,9 @@ def _arange(w: Writer, node: fx.Node) -> str:
     axes = node.meta["layout"].dims[0]
     if axes:
         return f"arange({ends[0]}, {ends[1]}, {step}, {w.axis(axes)}, device={w.device}, dtype={node.meta['dtype']})"
-    listed = ends[start == 0 :] if step == 1 else [*ends, repr(step)]
-    dtype = "" if node.meta["dtype"] == torch.int64 else f", dtype={node.meta['dtype']}"
+    whole = not isinstance(step, float)  # a float would make the numbers floats
+    listed = ends[start == 0 :] if whole and step == 1 else [*ends, repr(step)]
+    dtype = "" if whole and node.meta["dtype"] == torch.int64 else f", dtype={node.meta['dtype']}"
     return f"torch.arange({', '.join(listed)}{dtype}, device={w.device})"
 
 

@@ -75,6 +75,7 @@ RULES: dict[str, Rule] = {
         "bitwise_left_shift.Tensor bitwise_right_shift.Tensor _prelu_kernel.default "
         "bitwise_xor.Tensor logical_xor.default div.Tensor_mode div.Scalar_mode xlogy.Tensor",
     ),
+    "runtime.with_gradient_of": SUM,  # x.detach() + (y - y.detach())
     "aten.lerp.Tensor": mixed,
     "aten.clamp.Tensor": line("f(*) -> *", "f(*, *) -> *", "f(*, *, *) -> *"),
     "aten.addcmul.default": line("* + (*)(*) -> *"),

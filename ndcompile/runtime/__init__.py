@@ -21,7 +21,7 @@ from ndcompile.runtime.collectives import (
 )
 from ndcompile.runtime.context import context_attention, heads_divide
 from ndcompile.runtime.factory import arange, literal
-from ndcompile.runtime.gradient import scale_gradient
+from ndcompile.runtime.gradient import scale_gradient, with_gradient_of
 from ndcompile.runtime.grouped import grouped_linear
 from ndcompile.runtime.halves import in_halves, once, start
 from ndcompile.runtime.histogram import histogram
@@ -94,4 +94,5 @@ __all__ = [
     "uniform",
     "uniform_bits",
     "use",
+    "with_gradient_of",
 ]

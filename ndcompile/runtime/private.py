@@ -7,7 +7,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -324,6 +324,35 @@ def traced(function: Callable[..., Any], values: Sequence[Any], composed: bool) 
     from torch.fx.experimental.proxy_tensor import make_fx
 
     return make_fx(function, pre_dispatch=composed)(*values)
+
+
+def traced_apart(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:
+    """What a function calls below autograd, with gradients; inside what traces a model, and unseen by that.
+
+    It is traced for a CPU: on meta some composed ops have no gradient (`where` with a number).
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    fakes = [x for x in values if isinstance(x, FakeTensor)]
+    with undispatched(), fake_mode_of(fakes) if fakes else nullcontext(), _gradients_on():
+        graph = traced(function, [x.detach().to("cpu") if isinstance(x, Tensor) else x for x in values], composed=False)
+    for node in graph.graph.nodes:
+        if fakes and "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": fakes[0].device}
+    return graph
+
+
+@contextmanager
+def _gradients_on() -> Iterator[None]:
+    """Let ops have gradients, without a word to what traces a model: it would make a region of its own of them."""
+    before = torch.is_grad_enabled()
+    with torch._C.DisableTorchFunction():
+        torch._C._set_grad_enabled(True)
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(before)
 
 
 def is_recording() -> bool:

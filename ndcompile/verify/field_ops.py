@@ -294,7 +294,10 @@ def _cast(d: Field, x: Tensor, **kwargs: Any) -> Tensor:
         return x.clone()
     if dtype.is_complex:
         return x.to(torch.complex128, copy=True)
-    return x != 0 if dtype == torch.bool else _whole(x, f"a cast to {dtype}").to(dtype)
+    if dtype == torch.bool:
+        return x != 0
+    true = d.known.value(x)  # the smallest of known numbers is another in the field's order
+    return (_whole(x, f"a cast to {dtype}") if true is None else true).to(dtype)
 
 
 def _whole(x: Tensor, what: str) -> Tensor:

@@ -62,6 +62,11 @@ class Known:
         args, kwargs = pytree.tree_map_only(Tensor, self._true, (args, kwargs))
         return op(*args, **kwargs)
 
+    def value(self, x: Tensor) -> Tensor | None:
+        """What a tensor of the field is in truth, if that is known."""
+        held = self._held.get(_place(x))
+        return None if held is None else held[1]
+
     def _true(self, x: Tensor) -> Tensor:
         return self._held[_place(x)][1] if _is_float(x) else x
 

@@ -138,6 +138,8 @@ class _Lockstep(Generic[T]):
         self._pass_on(rank)
 
     def _op(self, rank: _Rank[T], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.over:  # where the run was begun something was raised: a limit of time, or an interrupt
+            raise _Abort
         if namespace(op) == "_c10d_functional":
             return self._collective(rank, base_name(op), args)
         if self.numbered is not None:

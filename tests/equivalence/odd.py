@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -191,7 +193,66 @@ class Skips(nn.Module):
         return {"loss": loss + shares.square().sum(-1).mean(), "logits": logits}
 
 
+class _Quantises(torch.autograd.Function):
+    """To whole steps between two bounds, with a gradient for numbers between them, and one for the step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, step: Tensor) -> Tensor:
+        ctx.save_for_backward(x, step)
+        return (x / step).round().clamp(-8, 7) * step
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, step = ctx.saved_tensors
+        q = x / step
+        inside = (q > -8) & (q < 7)
+        of_step = torch.where(inside, q.round() - q, q.clamp(-8, 7))
+        return gradient * inside, (gradient * of_step).sum().reshape(step.shape)
+
+
+class _Reverses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -0.5 * gradient
+
+
+class Quantised(nn.Module):
+    """Layers of quantised weights and activations with learned steps, and a second loss that works against the first:
+    each is an `autograd.Function` whose backward is not the derivative of its forward.
+    """
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+            self.steps = nn.Parameter(torch.tensor([0.05, 0.2]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight, of_values = self.steps.chunk(2)
+            y = F.linear(x, _Quantises.apply(self.up.weight, weight), self.up.bias).relu()
+            return x + self.down(_Quantises.apply(y, of_values))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(19, 16)
+        self.blocks = nn.ModuleList(Quantised.Block() for _ in range(3))
+        self.head, self.other = nn.Linear(16, 19), nn.Linear(16, 5)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Results:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        others = self.other(_Reverses.apply(x))
+        return {"loss": loss + F.cross_entropy(others.flatten(0, 1), (ids % 5).flatten()), "logits": logits}
+
+
 ODD = {
     "fused attention": FusedAttention, "pooled": Pooled, "shared block": Shared, "gated": Gated, "towers": Towers,
-    "remembers": Remembers, "drop path": Skips,
+    "remembers": Remembers, "drop path": Skips, "quantised": Quantised,
 }  # fmt: skip

@@ -184,8 +184,8 @@ def judged(judge: Judge, mutant: Planted, seconds: float) -> str:
         return "too long"
 
 
-class TooLong(Exception):
-    """A bug keeps its program from ending."""
+class TooLong(BaseException):
+    """A bug keeps its program from ending. Nothing that tells errors of the model's code takes it for one."""
 
 
 @contextmanager

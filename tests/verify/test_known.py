@@ -23,6 +23,17 @@ def test_buckets_of_places_are_what_they_are() -> None:
     assert torch.equal(found, buckets(torch.arange(12)))
 
 
+def firsts(places: Tensor) -> Tensor:
+    """As TAPAS finds the first place of each cell."""
+    kept = torch.zeros(8).scatter_reduce(0, places % 2, places.float(), "amin", include_self=False)
+    return kept.view(2, 4).to(torch.long)
+
+
+def test_the_smallest_of_places_is_what_it_is() -> None:
+    found = run_one(Field(0), lambda: firsts(torch.arange(3, 9)))
+    assert torch.equal(found, firsts(torch.arange(3, 9)))
+
+
 def test_a_known_tensor_that_takes_other_values_is_not_known_any_more() -> None:
     domain = Field(0)
 

@@ -50,6 +50,11 @@ def binary(draw: Draw, op: str, first: Maker, second: Maker) -> Case:
     return case(op, first(*a), second(*b))
 
 
+def alike(draw: Draw, op: str, first: Maker, second: Maker) -> Case:
+    shape = sizes(draw)
+    return case(op, first(*shape), second(*shape))
+
+
 def clamped(draw: Draw, op: str) -> Case:
     """By a tensor from below, from above, or both; torch has no gradient where a bound has more dims than the input."""
     whole = sizes(draw)
@@ -197,4 +202,5 @@ CALLS: Calls = {
     **calls("to.device", cast, torch.device("cpu"), torch.float64),
     **calls("to.dtype_layout _to_copy.default", cast_by_name),
     **calls("to.other type_as.default", cast_like),
+    **calls("runtime.with_gradient_of", alike, still, f),
 }
