@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
 from ndcompile.rules.registry import arguments, op_name, operands
@@ -24,8 +23,8 @@ def reached(node: fx.Node, whole: Text, fraction: Text) -> Iterator[tuple[str, i
     ends = REACHED.get(op_name(node.target)) if node.op == "call_function" else None
     if ends is None:
         return
-    source = operands(node)[0]
-    for dim, end in ends(arguments(node)):
+    source, given = operands(node)[0], arguments(node) | {"users": tuple(node.users)}
+    for dim, end in ends(given):
         size = source.meta["sizes"][dim]
         if not isinstance(size, int):
             continue
@@ -52,15 +51,10 @@ def _counts(index: fx.Node) -> bool:
         node = front.pop()
         if op_name(node.target).startswith(COUNTING):
             return True
-        more = [n for n in node.all_input_nodes if n not in seen and _is_whole(n)]
+        more = [n for n in node.all_input_nodes if n not in seen and not n.meta.get("grad", False)]
         front += more
         seen.update(more)
     return False
-
-
-def _is_whole(node: fx.Node) -> bool:
-    dtype = node.meta.get("dtype")
-    return isinstance(dtype, torch.dtype) and not dtype.is_floating_point and not dtype.is_complex
 
 
 COUNTING = ("aten.arange", "aten.cumsum")
@@ -77,6 +71,10 @@ def _select(given: Given) -> Iterator[tuple[int, Any]]:
         yield given["dim"], max(index + 1, -index)
 
 
+def _unbind(given: Given) -> Iterator[tuple[int, Any]]:
+    yield from ((given["dim"], user.args[1] + 1) for user in given["users"])
+
+
 def _embedding(given: Given) -> Iterator[tuple[int, Any]]:
     yield 0, POSITIONS if not is_input(given["indices"]) else 1
     if given["padding_idx"] < POSITIONS:
@@ -86,6 +84,7 @@ def _embedding(given: Given) -> Iterator[tuple[int, Any]]:
 REACHED: dict[str, Callable[[Given], Iterator[tuple[int, Any]]]] = {
     "aten.slice.Tensor": _slice,
     "aten.select.int": _select,
+    "aten.unbind.int": _unbind,
     "aten.embedding.default": _embedding,
     "aten.topk.default": lambda given: iter([(given["dim"], given["k"])]),
     "aten.gather.default": lambda given: iter([(given["dim"], given["index"])]),

@@ -247,7 +247,7 @@ class SizeNames:
             yield str(dims[node.name][dim]), " + ".join(str(dims[v.name][dim]) for v in values)
         elif not isinstance(values[0].meta["sizes"][dim], int):
             yield str(dims[node.name][dim]), str(node.meta["sizes"][dim])
-        elif arguments(node)["step"] == 1 and not isinstance(arguments(node)["end"], fx.Node):
+        elif not isinstance(arguments(node)["end"], fx.Node):
             yield str(dims[node.name][dim]), self._length(values[0], dim, arguments(node))
 
     def _length(self, source: fx.Node, dim: int, given: Mapping[str, Any]) -> str:
@@ -255,7 +255,8 @@ class SizeNames:
         ends = [given["start"] or 0, size if given["end"] is None else min(given["end"], size)]
         whole = self.whole(source, dim)
         start, end = (self.fraction(source, dim, n) if n >= 0 else f"{whole} - {-n}" for n in ends)
-        return f"{end} - ({start})"
+        step = given["step"]
+        return f"{end} - ({start})" if step == 1 else f"-(-({end} - ({start})) // {step})"
 
     def expression(self, size: Any) -> str:
         """A global size in `b` (this rank's batch) and `s` (the whole sequence)."""

@@ -27,6 +27,7 @@ class Log:
 
     numbers: dict[Done, int]
     done: list[Done] = field(default_factory=list)
+    once: set[Done] = field(default_factory=set)
     made_by: dict[int, Any] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)
 
@@ -45,8 +46,11 @@ class Log:
             return results  # a view
         leaves = pytree.tree_leaves((args, kwargs))
         given = [self._seen(leaf) for leaf in leaves if not _said_by_the_result(leaf)]
-        self.done.append((str(op), *given, *(f"→ {list(y.shape)} {y.dtype}" for y in _tensors(results))))
-        number = self.numbers.setdefault(self.done[-1], len(self.numbers))
+        done = (str(op), *given, *(f"→ {list(y.shape)} {y.dtype}" for y in _tensors(results)))
+        if op._schema.is_mutable or done not in self.once:  # again on the same values, it gives the same
+            self.once.add(done)
+            self.done.append(done)
+        number = self.numbers.setdefault(done, len(self.numbers))
         for place, y in enumerate(_tensors(results)):
             self.made_by.setdefault(self._memory(y), (number, place))
         return results
