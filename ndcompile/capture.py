@@ -36,6 +36,7 @@ from ndcompile.synonyms import replace_synonyms
 from ndcompile.twin import (
     WhereInputsAre,
     around_forward,
+    autocast_where_inputs_are,
     cast_inputs,
     cast_parameters,
     name_keywords,
@@ -206,7 +207,7 @@ def _export(model: nn.Module, given: _Given, borders: Borders, withheld: Withhel
     bound.arguments.update(pytree.tree_unflatten(list(given.traced.values()), spec))
     plain = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
     seen = borders.checkpoints
-    made = (lambda: WhereInputsAre(seen.op), withheld.watching, Draws)
+    made = (lambda: WhereInputsAre(seen.op), withheld.watching, Draws, autocast_where_inputs_are)
     modes = [around_forward(model, each) for each in made]
     try:
         with ExitStack() as held:

@@ -17,6 +17,7 @@ from ndcompile.counts import COUNTS
 from ndcompile.errors import CompileError
 from ndcompile.known import Known
 from ndcompile.rounded import rounded
+from ndcompile.runtime import private
 
 BATCH, SEQUENCE = sympy.Symbol("b", positive=True, integer=True), sympy.Symbol("s", positive=True, integer=True)
 
@@ -141,6 +142,7 @@ def roles_of(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) ->
                 found[expression] = role
             elif symbol != "b" and sympy.sympify(expression).is_Integer:
                 fixed[role] = sympy.Integer(expression)
+                node.meta["fixed_at"] = _fixed_at(node, int(expression))
             elif symbol != "b":
                 raise CompileError(
                     f"the length '{symbol}' of input '{node.meta['name']}' is tied to other sizes by the model",
@@ -150,10 +152,17 @@ def roles_of(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) ->
             else:
                 raise CompileError(
                     f"the batch size of input '{node.meta['name']}' is fixed by the model",
+                    source=_fixed_at(node, expression),
                     why="a data-parallel rank has another batch size than the example's",
                     tries="use x.size(0) in the model instead of a number",
                 )
     return {symbol: fixed.get(role, role) for symbol, role in found.items()}
+
+
+def _fixed_at(node: fx.Node, size: Any) -> str | None:
+    """The line that made a number of a length."""
+    line = private.fixed_at(node.meta["val"], size)
+    return line and f"{Path(line.filename).name}:{line.lineno}   {(line.line or '').strip()}"
 
 
 def _expression(size: int | torch.SymInt | torch.SymFloat) -> Any:

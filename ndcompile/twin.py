@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ndcompile.blocks import CONTAINERS, KINDS, PLAIN
 from ndcompile.counts import CALLS, bincount
-from ndcompile.errors import CompileError
+from ndcompile.errors import CompileError, NotOneGraph
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -215,6 +215,31 @@ class WhereInputsAre(TorchFunctionMode):
         if device is None and function in FACTORIES:
             return function(*args, **kwargs | {"device": "meta"})
         return function(*args, **kwargs)
+
+
+@contextmanager
+def autocast_where_inputs_are() -> Iterator[None]:
+    """While a model is traced, `torch.autocast(x.device.type, enabled=False)` switches autocast off, as on any device.
+
+    One that is on casts other ops on each device, and while traced `x` has none.
+    """
+    inner = torch.autocast.__init__
+
+    @functools.wraps(inner)
+    def made(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *cached: Any, **more: Any) -> None:
+        if device_type == "meta" and enabled:
+            raise NotOneGraph(
+                "what autocast does depends on the device, and it is on for the device of a tensor that is traced",
+                'the device by its name: torch.autocast("cuda", dtype=torch.bfloat16)',
+                "torch.autocast around nd.compile",
+            )
+        inner(self, "cpu" if device_type == "meta" else device_type, dtype, enabled, *cached, **more)
+
+    torch.autocast.__init__ = made  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = inner  # type: ignore[method-assign]
 
 
 def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:

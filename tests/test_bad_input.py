@@ -51,6 +51,41 @@ def refusal(model: nn.Module, mesh: Any, inputs: Any = X, **options: Any) -> str
     return str(caught.value)
 
 
+class Counted(nn.Module):
+    """Makes numbers of the sizes of a dim."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.tokens, self.dim = nn.Embedding(19, 8), dim
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = torch.ones(int(ids.shape[self.dim])).unsqueeze(1 - self.dim)
+        return (self.tokens(ids) * rows.unsqueeze(-1)).square().mean()
+
+
+def test_a_batch_of_which_the_model_makes_a_number():
+    text = refusal(Counted(0), "dp_shard=2", torch.ones(4, 6, dtype=torch.long))
+    what, source, *rest = text.splitlines()
+    assert what == "the batch size of input 'ids' is fixed by the model"
+    assert source.endswith("rows = torch.ones(int(ids.shape[self.dim])).unsqueeze(1 - self.dim)")
+    assert rest == [
+        "  why     a data-parallel rank has another batch size than the example's",
+        "  try     use x.size(0) in the model instead of a number",
+    ]
+
+
+def test_a_length_of_which_the_model_makes_a_number():
+    text = refusal(Counted(1), "cp=2", torch.ones(4, 6, dtype=torch.long))
+    what, source, *rest = text.splitlines()
+    assert what == "axis 'cp' has nothing to shard"
+    assert source.endswith("rows = torch.ones(int(ids.shape[self.dim])).unsqueeze(1 - self.dim)")
+    assert rest == [
+        "  why     this line makes a number of a length, so it is the example's in the whole program",
+        "  try     x.size(1) as it is, without int(…)",
+        "  try     a mesh without cp",
+    ]
+
+
 def test_halves_need_tp():
     assert refusal(Stack(), "dp_shard=2", tokens(4), halves=True) == lines(
         "halves=True on the mesh 'dp_shard=2', which has no axis 'tp'",

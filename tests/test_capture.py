@@ -266,6 +266,39 @@ def test_a_region_without_autocast_stays_without_one_under_another() -> None:
     assert expected["exact"].dtype == torch.float32 and expected["scaled"].dtype == torch.bfloat16
 
 
+class WhereInputsAre(Layers):
+    """Autocast on or off for the device of a tensor, as rotary embeddings do it."""
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self.enabled = enabled
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self.enabled):
+            exact = self.one(x)
+        return exact * self.two(x)
+
+
+def test_autocast_is_off_for_the_device_of_the_inputs() -> None:
+    model = WhereInputsAre(False)
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            same(nd.compile(model, "", X).one_device(model)(X), model(X))
+
+
+def test_autocast_is_not_on_for_a_device_that_is_not_known() -> None:
+    with pytest.raises(nd.CompileError) as caught:
+        nd.compile(WhereInputsAre(True), "", X)
+    what, source, *rest = str(caught.value).splitlines()
+    assert what == "WhereInputsAre cannot be captured as one graph"
+    assert "with torch.autocast(x.device.type" in source
+    assert rest == [
+        "  why     what autocast does depends on the device, and it is on for the device of a tensor that is traced",
+        '  try     the device by its name: torch.autocast("cuda", dtype=torch.bfloat16)',
+        "  try     torch.autocast around nd.compile",
+    ]
+
+
 def test_the_emitted_source_casts_and_the_manifest_remembers_the_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         program = nd.compile(Mixed(), "tp=2", (X, X))

@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "known": {"answers", "rounded", "runtime"},
     "units": {"axes", "known", "mesh", "size"},
     "conditions": {"codegen", "known", "rounded", "runtime"},
-    "labels": {"autocast", "counts", "known", "rounded"},
+    "labels": {"autocast", "counts", "known", "rounded", "runtime"},
     "drawn": {"runtime"},
     "own_backward": {"forwards", "runtime"},
     "capture": {
