@@ -182,7 +182,7 @@ def _traced(model: nn.Module, options: _Options, given: _Given, way: _Way) -> _T
     _know_users(graph)
     tensors = dict(tensors_of(model))
     first = first_names(tensors)
-    names = label_placeholders(exported, tensors, first, list(given.named), constants)
+    names = label_placeholders(exported, tensors, first, list(given.named), constants, dict(tensors_of(twin)))
     write_literals(graph)
     inline_regions(graph, options.autocast)
     replace_synonyms(graph)

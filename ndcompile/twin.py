@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 from ndcompile.blocks import CONTAINERS, KINDS, PLAIN
 from ndcompile.counts import CALLS, bincount
 from ndcompile.errors import CompileError, NotOneGraph
+from ndcompile.held import follow, twin_functions
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -55,16 +57,23 @@ def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
             nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
         )
     attributes: dict[int, Tensor] = {}
+    functions: list[Any] = []
     for value in (value for m in modules for name, value in vars(m).items() if name not in KINDS):
         if type(value) in CONTAINERS and not value:
             memo.setdefault(id(value), type(value)())
         for leaf in () if type(value) in PLAIN or id(value) in memo else pytree.tree_leaves(value):
+            if isinstance(leaf, (FunctionType, functools.partial)):
+                functions.append(leaf)
             if isinstance(leaf, Tensor) and id(leaf) not in memo:
                 memo[id(leaf)] = torch.empty_like(leaf, device="meta")
                 attributes[id(memo[id(leaf)])] = leaf
+    closures = twin_functions(functions, memo.keys() | set(map(id, modules)))
+    memo |= {id(function): twin for function, twin in closures}
     kinds = {kind for kind in set(map(type, modules)) if _copied_by_attributes(kind)}
     _copy_attributes([module for module in modules if type(module) in kinds], memo)
     copied = copy.deepcopy(model, memo)
+    for function, twin in closures:
+        follow(function, twin, memo)
     _batch_experts(copied)
     return copied, attributes
 

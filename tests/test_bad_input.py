@@ -86,6 +86,58 @@ def test_a_length_of_which_the_model_makes_a_number():
     ]
 
 
+class Called:
+    """An object that is called, and holds a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
+
+
+class Around(nn.Module):
+    """Reaches its own buffer through an object that the compiler does not look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.called = Called(lambda y: y * self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called.function(self.layer(x))
+
+
+def without_line(text: str) -> str:
+    return re.sub(r"\.py:\d+", ".py:LINE", text)
+
+
+def test_a_buffer_that_is_reached_around_its_module():
+    assert without_line(refusal(Around(), "dp_shard=2")) == lines(
+        "forward reaches 'scale' without going through the module that has it",
+        "  source  test_bad_input.py:LINE   return self.called.function(self.layer(x))",
+        "  why     it would be a constant of the program: without a gradient, and never another",
+        "  try     self.scale in the forward of its module",
+    )
+
+
+class Unregistered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scales = nn.Linear(12, 12), [nn.Parameter(torch.ones(12))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scales[0]
+
+
+def test_a_parameter_in_a_list():
+    assert without_line(refusal(Unregistered(), "dp_shard=2")) == lines(
+        "the model holds 'lifted_tensor_0' [12], which takes a gradient and is no parameter",
+        "  source  test_bad_input.py:LINE   return self.layer(x) * self.scales[0]",
+        "  why     it would be a constant of the program, without a gradient",
+        "  try     nn.Parameter, or nn.ParameterList for several",
+        "  try     .detach(), if it is not learned",
+    )
+
+
 def test_halves_need_tp():
     assert refusal(Stack(), "dp_shard=2", tokens(4), halves=True) == lines(
         "halves=True on the mesh 'dp_shard=2', which has no axis 'tp'",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,6 +113,64 @@ class Holds(Layers):
 
 def test_buffers_and_plain_tensors_keep_their_values() -> None:
     captures(Holds(), X)
+
+
+class ByFunction(Layers):
+    """Functions that hold the module or a part of it: in a closure, in a default, in a function that one holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.ends = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.randn(6))
+        self.register_buffer("shift", torch.tensor(0.5))
+        times = lambda x: x * self.scale  # noqa: E731
+
+        def ended(x: Tensor, layers: ByFunction = self) -> Tensor:
+            return layers.two(times(x)) * layers.ends
+
+        self.ended, self.listed = ended, [functools.partial(lambda x, y: x + y * self.shift, y=self.ends)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.listed[0](self.ended(self.one(x)))
+
+
+class Held:
+    """An object of Python's that holds a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
+
+
+class ByOthers(Layers):
+    """Parameters in a list, where another tensor has their shape, and in an object that nobody looks into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.ends = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.randn(6))
+        self.plain, self.listed = torch.randn(6), [self.ends]
+        self.held = Held(lambda x: x * self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.held.function(self.one(x)) * self.listed[0] + self.plain * self.ends
+
+
+class InBlocks(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [ByFunction, ByOthers])
+def test_what_is_reached_around_a_module_is_what_the_module_has(kind: type[nn.Module]) -> None:
+    """Functions to a copy are the original's, and to the tracer a parameter in a list is a constant: its gradient would
+    be lost, and no comparison of programs could see it.
+    """
+    for model in (kind(), InBlocks(kind)):
+        assert set(captures(model, X, "tp=2").parameters) == set(dict(model.named_parameters()))
 
 
 class Large(Layers):
