@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,12 +218,12 @@ def _export(model: nn.Module, given: _Given, borders: Borders, withheld: Withhel
     except Exception as error:  # whatever stops the tracer is an error of the model's, told as one
         if withheld.asked:
             raise Asked from error
-        raise _not_captured(model, error) from error
+        raise _not_captured(model, error, given) from error
     withheld.settle(borders.again)
     return exported
 
 
-def _not_captured(model: nn.Module, error: Exception) -> CompileError:
+def _not_captured(model: nn.Module, error: Exception, given: _Given) -> CompileError:
     text = str(error)
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\s*\n\s*(.*)', text)
     import traceback
@@ -262,8 +263,17 @@ def _not_captured(model: nn.Module, error: Exception) -> CompileError:
         why=f"{type(error).__name__}: {(text.strip().splitlines() or [''])[0][:300]}",
         tries="inputs that it makes itself where none are given, as attention_mask=: while traced it may not make them"
         if "'NoneType' object" in text
-        else "inputs with which the model runs on one device",
+        else (*_other_batches(given), "inputs with which the model runs on one device"),
     )
+
+
+def _other_batches(given: _Given) -> Iterator[str]:
+    """What is to be said of inputs whose dim 0 is taken for the batch, and has another size in the example."""
+    batches = {name: len(x) for name, x in given.named.items() if given.symbols.get(name, {}).get(0) == "b"}
+    (size, _), *others = Counter(batches.values()).most_common() or [(0, 0)]
+    if others:
+        none = ", ".join(f"'{name}': {{}}" for name, other in batches.items() if other != size)
+        yield f"dynamic_dims={{{none}}}, if dim 0 is not the batch, which is {size} in other inputs of the example"
 
 
 def _know_users(graph: fx.GraphModule) -> None:

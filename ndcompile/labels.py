@@ -254,7 +254,7 @@ def refuse_values(graph: fx.GraphModule) -> None:
                 node=f"%{node.name}   {_module_path(node)}".rstrip(),
                 source=_source(node),
                 why="the parts that ranks hold must have sizes that are known before",
-                tries="torch.where, or a mask that is multiplied in",
+                tries="torch.where(mask, x, y), or a mask that is multiplied in",
             )
 
 

@@ -51,6 +51,32 @@ def refusal(model: nn.Module, mesh: Any, inputs: Any = X, **options: Any) -> str
     return str(caught.value)
 
 
+def without_line(text: str) -> str:
+    return re.sub(r"\.py:\d+", ".py:LINE", text)
+
+
+class Places(nn.Module):
+    """Takes places that all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return self.layer(x) + places.unsqueeze(-1)
+
+
+def test_an_input_without_a_batch():
+    x, places = torch.ones(4, 6, 12), torch.ones(6)
+    text = without_line(refusal(Places(), "dp_shard=2", (x, places)))
+    assert text.splitlines()[0] == "Places cannot be traced with the example inputs"
+    assert text.splitlines()[-2:] == [
+        "  try     dynamic_dims={'places': {}}, if dim 0 is not the batch, which is 4 in other inputs of the example",
+        "  try     inputs with which the model runs on one device",
+    ]
+    assert nd.compile(Places(), "dp_shard=2", (x, places), dynamic_dims={"places": {}}).parameters
+
+
 class Counted(nn.Module):
     """Makes numbers of the sizes of a dim."""
 
@@ -104,10 +130,6 @@ class Around(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.called.function(self.layer(x))
-
-
-def without_line(text: str) -> str:
-    return re.sub(r"\.py:\d+", ".py:LINE", text)
 
 
 def test_a_buffer_that_is_reached_around_its_module():
@@ -288,7 +310,7 @@ def test_a_count_whose_length_may_depend_on_values() -> None:
         "  node    %bincount",
         f"  source  {line_of('return torch.bincount((x > 0).long().reshape(-1), minlength=3)')}",
         "  why     the parts that ranks hold must have sizes that are known before",
-        "  try     torch.where, or a mask that is multiplied in",
+        "  try     torch.where(mask, x, y), or a mask that is multiplied in",
     )
 
 
@@ -298,7 +320,7 @@ def test_a_shape_that_depends_on_values() -> None:
         "  node    %index",
         f"  source  {line_of('return y[y > 0]')}",
         "  why     the parts that ranks hold must have sizes that are known before",
-        "  try     torch.where, or a mask that is multiplied in",
+        "  try     torch.where(mask, x, y), or a mask that is multiplied in",
     )
 
 
