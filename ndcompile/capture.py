@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections import Counter
@@ -40,6 +41,8 @@ from ndcompile.twin import (
     autocast_where_inputs_are,
     cast_inputs,
     cast_parameters,
+    drawn_by_torch,
+    inference_is_no_grad,
     name_keywords,
     on_meta,
     refuse_hooks,
@@ -208,7 +211,7 @@ def _export(model: nn.Module, given: _Given, borders: Borders, withheld: Withhel
     bound.arguments.update(pytree.tree_unflatten(list(given.traced.values()), spec))
     plain = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
     seen = borders.checkpoints
-    made = (lambda: WhereInputsAre(seen.op), withheld.watching, Draws, autocast_where_inputs_are)
+    made = (lambda: WhereInputsAre(seen.op), withheld.watching, Draws, *AROUND)
     modes = [around_forward(model, each) for each in made]
     try:
         with ExitStack() as held:
@@ -223,6 +226,10 @@ def _export(model: nn.Module, given: _Given, borders: Borders, withheld: Withhel
     return exported
 
 
+AROUND = (autocast_where_inputs_are, inference_is_no_grad, drawn_by_torch)
+"""What the tracer would not see of a forward, or take for what it is once."""
+
+
 def _not_captured(model: nn.Module, error: Exception, given: _Given) -> CompileError:
     text = str(error)
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\s*\n\s*(.*)', text)
@@ -230,6 +237,7 @@ def _not_captured(model: nn.Module, error: Exception, given: _Given) -> CompileE
 
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         ours = Path(frame.filename).parent in (Path(__file__).parent, Path(private.__file__).parent)
+        ours = ours or frame.filename == contextlib.__file__
         if "/torch/" not in frame.filename and not ours:
             frames.append((frame.filename, str(frame.lineno), frame.name, frame.line or ""))
             break

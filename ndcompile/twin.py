@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType
@@ -30,6 +32,14 @@ def refuse_hooks(model: nn.Module) -> None:
                 f"module '{path or type(model).__name__}' has a hook",
                 why="the emitted module has no inner calls that a hook could see",
                 tries=("remove the hook", "write its effect into forward"),
+            )
+
+    for path, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CompileError(
+                f"parameter '{path}' has a hook",
+                why="the emitted module has parameters of its own, whose gradients are reduced over ranks",
+                tries=("remove the hook", "put it on the parameter of the emitted module, where that is what is meant"),
             )
 
 
@@ -191,6 +201,8 @@ FACTORIES = frozenset(
 )
 
 
+HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
+DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 VALUED = frozenset({torch.tensor, torch.as_tensor})
 
 
@@ -219,11 +231,54 @@ class WhereInputsAre(TorchFunctionMode):
             return function(args[0], _listed_places(args[1]))
         if function is F.cross_entropy:
             return _cross_entropy(*args, **kwargs)
+        if function in HOOKS:
+            raise NotOneGraph(
+                "a hook changes or sees a gradient, and a graph has the forward alone",
+                "the same in the forward: x * a + (x - x * a).detach() has the value of x, and a times its gradient",
+            )
+        if function == DATA:
+            return args[0].detach()
         if function in CALLS:
             return bincount(*args, **kwargs)
         if device is None and function in FACTORIES:
             return function(*args, **kwargs | {"device": "meta"})
         return function(*args, **kwargs)
+
+
+@contextmanager
+def inference_is_no_grad() -> Iterator[None]:
+    """While a model is traced, `torch.inference_mode()` is `torch.no_grad()`: the tracer forgets the former."""
+    kind: Any = torch.inference_mode
+    enter, leave = kind.__enter__, kind.__exit__
+
+    def entered(self: Any) -> None:
+        self.within = torch.set_grad_enabled(not self.mode)
+        self.within.__enter__()
+
+    kind.__enter__, kind.__exit__ = entered, lambda self, *error: self.within.__exit__(*error)
+    try:
+        yield
+    finally:
+        kind.__enter__, kind.__exit__ = enter, leave
+
+
+@contextmanager
+def drawn_by_torch() -> Iterator[None]:
+    """Refuse a model that draws numbers by Python's `random` or by numpy: the graph would have what came out."""
+    before = _states()
+    yield
+    if _states() != before:
+        raise NotOneGraph(
+            "it draws numbers by Python's random or by numpy, and each call would have those of the trace",
+            "torch.rand, torch.randn or dropout, which no mesh changes",
+            "0 as the probability, if layers are skipped at random",
+        )
+
+
+def _states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    kind, keys, place, *_ = numpy.random.get_state() if numpy else ("", b"", 0)
+    return random.getstate(), kind, bytes(keys), place
 
 
 @contextmanager

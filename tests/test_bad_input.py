@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -53,6 +55,62 @@ def refusal(model: nn.Module, mesh: Any, inputs: Any = X, **options: Any) -> str
 
 def without_line(text: str) -> str:
     return re.sub(r"\.py:\d+", ".py:LINE", text)
+
+
+class HookInside(nn.Module):
+    """Changes a gradient by a hook on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        y.register_hook(lambda gradient: gradient / 2)
+        return y.relu()
+
+
+def test_a_hook_on_a_value():
+    assert without_line(refusal(HookInside(), "dp_shard=2")) == lines(
+        "HookInside cannot be captured as one graph",
+        "  source  test_bad_input.py:LINE   y.register_hook(lambda gradient: gradient / 2)",
+        "  why     a hook changes or sees a gradient, and a graph has the forward alone",
+        "  try     the same in the forward: x * a + (x - x * a).detach() has the value of x, and a times its gradient",
+    )
+
+
+def test_a_hook_on_a_parameter():
+    hooks = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+    for register in hooks:
+        model = Mlp()
+        register(model.up.weight, lambda gradient: None)
+        assert refusal(model, "dp_shard=2") == lines(
+            "parameter 'up.weight' has a hook",
+            "  why     the emitted module has parameters of its own, whose gradients are reduced over ranks",
+            "  try     remove the hook",
+            "  try     put it on the parameter of the emitted module, where that is what is meant",
+        )
+
+
+class Lucky(nn.Module):
+    """Draws by Python, or by numpy: in a graph it would be one number for good."""
+
+    def __init__(self, drawn: Callable[[], float]) -> None:
+        super().__init__()
+        self.layer, self.drawn = nn.Linear(12, 12), drawn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.drawn() < 0.1 else self.layer(x)
+
+
+def test_numbers_that_are_drawn_by_others_than_torch():
+    for drawn in (random.random, numpy.random.rand):
+        assert refusal(Lucky(drawn), "dp_shard=2") == lines(
+            "Lucky cannot be captured as one graph",
+            "  why     it draws numbers by Python's random or by numpy, and each call would have those of the trace",
+            "  try     torch.rand, torch.randn or dropout, which no mesh changes",
+            "  try     0 as the probability, if layers are skipped at random",
+        )
 
 
 class Places(nn.Module):

@@ -257,7 +257,27 @@ class Detached(Layers):
         return self.one(x) * self.two(x).detach()
 
 
-@pytest.mark.parametrize("kind", [NoGrad, GradInside, Detached])
+class Data(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) * self.two(x).data
+
+
+class Inference(Layers):
+    """No gradient passes an inference mode, which torch.export forgets."""
+
+    @torch.inference_mode()
+    def seen(self, x: Tensor) -> Tensor:
+        return self.two(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            y = self.two(x)
+            with torch.inference_mode(False):
+                z = self.one(x)
+        return self.one(x) * y.clone() + z * self.seen(x).clone()
+
+
+@pytest.mark.parametrize("kind", [NoGrad, GradInside, Detached, Data, Inference])
 @pytest.mark.parametrize("mesh", ["", "tp=2"])
 def test_no_gradient_passes_where_the_model_stops_it(kind: type[nn.Module], mesh: str) -> None:
     captures(kind(), X, mesh)
