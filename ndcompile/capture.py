@@ -46,6 +46,7 @@ from ndcompile.twin import (
     name_keywords,
     on_meta,
     refuse_hooks,
+    registered_as_values,
 )
 from ndcompile.withheld import Asked, Withheld
 
@@ -226,7 +227,7 @@ def _export(model: nn.Module, given: _Given, borders: Borders, withheld: Withhel
     return exported
 
 
-AROUND = (autocast_where_inputs_are, inference_is_no_grad, drawn_by_torch)
+AROUND = (autocast_where_inputs_are, inference_is_no_grad, drawn_by_torch, registered_as_values)
 """What the tracer would not see of a forward, or take for what it is once."""
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+from torch import nn
 from torch.utils import _pytree as pytree
 
 
@@ -23,7 +24,7 @@ def twin_functions(given: Sequence[Any], own: Set[int]) -> list[tuple[FunctionTy
     def reaches(value: Any) -> bool:
         if id(value) not in reach:
             reach[id(value)] = id(value) in own  # what holds itself does not by that
-            parts = [reaches(part) for part in _held(value)]
+            parts = [reaches(part) for part in _held(value)] if id(value) not in own else []
             reach[id(value)] |= any(parts)
             if reach[id(value)] and isinstance(value, FunctionType):
                 found[id(value)] = value, _twin(value, reaches)
@@ -43,6 +44,8 @@ def _held(value: Any) -> Iterator[Any]:
         yield value.__self__
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, nn.Module):  # another one of the same parts: what `with_loss` has extended
+        yield from (*value.children(), *value.parameters(recurse=False), *value.buffers(recurse=False))
     else:
         yield from (leaf for leaf in pytree.tree_leaves(value) if leaf is not value)
 

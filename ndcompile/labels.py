@@ -41,7 +41,8 @@ def label_placeholders(
     `tensors` are the model's parameters and buffers, `twin` those of the copy that was traced.
     """
     inputs = iter(names)
-    reached = {_memory(tensor): first[name] for held in (tensors, twin) for name, tensor in held.items()}
+    held = [*tensors.items(), *((name, tensor) for name, tensor in twin.items() if name in tensors)]  # others are made
+    reached = {_memory(tensor): first[name] for name, tensor in held}
     graph, merged, found = exported.graph_module.graph, dict[str, fx.Node](), list[str]()
     for node, spec in zip(graph.find_nodes(op="placeholder"), exported.graph_signature.input_specs, strict=True):
         kind = spec.kind.name

@@ -85,6 +85,7 @@ def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
     for function, twin in closures:
         follow(function, twin, memo)
     _batch_experts(copied)
+    _without_buffers_that_are_none(copied)
     return copied, attributes
 
 
@@ -114,6 +115,36 @@ def _batch_experts(twin: nn.Module) -> None:
         config: Any = vars(module).get("config")
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "batched_mm"
+
+
+def _without_buffers_that_are_none(twin: nn.Module) -> None:
+    """They are attributes: what a forward puts there is a value of that call, see `registered_as_values`."""
+    for module in twin.modules():
+        for name in [name for name, buffer in module._buffers.items() if buffer is None]:
+            del module._buffers[name]
+            vars(module)[name] = None
+
+
+@contextmanager
+def registered_as_values() -> Iterator[None]:
+    """While a model is traced, a buffer that its forward registers is an attribute.
+
+    The tracer knows no place for it, and would write it to another input.
+    """
+    inner = nn.Module.register_buffer
+
+    @functools.wraps(inner)
+    def register(self: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        if name in self._buffers:
+            inner(self, name, tensor, persistent)
+        else:
+            setattr(self, name, tensor)
+
+    nn.Module.register_buffer = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_buffer = inner  # type: ignore[method-assign]
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:

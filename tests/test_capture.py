@@ -173,6 +173,39 @@ def test_what_is_reached_around_a_module_is_what_the_module_has(kind: type[nn.Mo
         assert set(captures(model, X, "tp=2").parameters) == set(dict(model.named_parameters()))
 
 
+def test_functions_hold_the_model_also_where_it_has_a_loss() -> None:
+    model = ByFunction()
+    program = nd.compile(model, "dp_shard=2", X, loss_fn=lambda y: y.square().mean())
+    program.one_device(model)(X).backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    model(X).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, msg=name)
+
+
+class Registers(Layers):
+    """Keeps what it made for the next call, as rotary embeddings and biases of positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ends", None)
+        self.register_buffer("steps", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.register_buffer("places", torch.arange(x.size(1), dtype=x.dtype), persistent=False)
+        self.register_buffer("ends", self.places + 1)
+        self.steps = self.places + 2
+        return (self.one(x) + self.places) * self.ends / self.steps
+
+
+def test_a_buffer_that_a_forward_registers_is_made_in_each_call() -> None:
+    """The tracer writes it to what stands at its place among the inputs, here to `x`."""
+    program = captures(Registers(), X)
+    assert not [node for node in program.reference.graph.nodes if "copy_" in str(node.target)]
+    assert not program.manifest.updates
+
+
 class Large(Layers):
     def __init__(self) -> None:
         super().__init__()
