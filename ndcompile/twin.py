@@ -78,12 +78,12 @@ def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
                 memo[id(leaf)] = torch.empty_like(leaf, device="meta")
                 attributes[id(memo[id(leaf)])] = leaf
     closures = twin_functions(functions, memo.keys() | set(map(id, modules)))
-    memo |= {id(function): twin for function, twin in closures}
+    memo |= {id(function): its for function, its in closures}
     kinds = {kind for kind in set(map(type, modules)) if _copied_by_attributes(kind)}
     _copy_attributes([module for module in modules if type(module) in kinds], memo)
     copied = copy.deepcopy(model, memo)
-    for function, twin in closures:
-        follow(function, twin, memo)
+    for function, its in closures:
+        follow(function, its, memo)
     _batch_experts(copied)
     _without_buffers_that_are_none(copied)
     return copied, attributes

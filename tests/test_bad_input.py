@@ -180,6 +180,8 @@ class Called:
 class Around(nn.Module):
     """Reaches its own buffer through an object that the compiler does not look into."""
 
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(12, 12)

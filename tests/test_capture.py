@@ -187,6 +187,10 @@ def test_functions_hold_the_model_also_where_it_has_a_loss() -> None:
 class Registers(Layers):
     """Keeps what it made for the next call, as rotary embeddings and biases of positions do."""
 
+    places: Tensor
+    ends: Tensor
+    steps: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("ends", None)
