@@ -104,7 +104,10 @@ class Lucky(nn.Module):
 
 
 def test_numbers_that_are_drawn_by_others_than_torch():
-    for drawn in (random.random, numpy.random.rand):
+    for drawn in (
+        lambda: random.random(),
+        lambda: float(numpy.random.rand()),
+    ):  # a method would be copied with its state
         assert refusal(Lucky(drawn), "dp_shard=2") == lines(
             "Lucky cannot be captured as one graph",
             "  why     it draws numbers by Python's random or by numpy, and each call would have those of the trace",
