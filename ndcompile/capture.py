@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +38,15 @@ from ndcompile.synonyms import replace_synonyms
 from ndcompile.twin import (
     WhereInputsAre,
     around_forward,
+    autocast_where_inputs_are,
     cast_inputs,
     cast_parameters,
+    drawn_by_torch,
+    inference_is_no_grad,
     name_keywords,
     on_meta,
     refuse_hooks,
+    registered_as_values,
 )
 from ndcompile.withheld import Asked, Withheld
 
@@ -182,7 +188,7 @@ def _traced(model: nn.Module, options: _Options, given: _Given, way: _Way) -> _T
     _know_users(graph)
     tensors = dict(tensors_of(model))
     first = first_names(tensors)
-    names = label_placeholders(exported, tensors, first, list(given.named), constants)
+    names = label_placeholders(exported, tensors, first, list(given.named), constants, dict(tensors_of(twin)))
     write_literals(graph)
     inline_regions(graph, options.autocast)
     replace_synonyms(graph)
@@ -207,7 +213,7 @@ def _export(model: nn.Module, given: _Given, borders: Borders, withheld: Withhel
     bound.arguments.update(pytree.tree_unflatten(list(given.traced.values()), spec))
     plain = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
     seen = borders.checkpoints
-    made = (lambda: WhereInputsAre(seen.op), withheld.watching, Draws)
+    made = (lambda: WhereInputsAre(seen.op), withheld.watching, Draws, *AROUND)
     modes = [around_forward(model, each) for each in made]
     try:
         with ExitStack() as held:
@@ -217,18 +223,23 @@ def _export(model: nn.Module, given: _Given, borders: Borders, withheld: Withhel
     except Exception as error:  # whatever stops the tracer is an error of the model's, told as one
         if withheld.asked:
             raise Asked from error
-        raise _not_captured(model, error) from error
+        raise _not_captured(model, error, given) from error
     withheld.settle(borders.again)
     return exported
 
 
-def _not_captured(model: nn.Module, error: Exception) -> CompileError:
+AROUND = (autocast_where_inputs_are, inference_is_no_grad, drawn_by_torch, registered_as_values)
+"""What the tracer would not see of a forward, or take for what it is once."""
+
+
+def _not_captured(model: nn.Module, error: Exception, given: _Given) -> CompileError:
     text = str(error)
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\s*\n\s*(.*)', text)
     import traceback
 
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         ours = Path(frame.filename).parent in (Path(__file__).parent, Path(private.__file__).parent)
+        ours = ours or frame.filename == contextlib.__file__
         if "/torch/" not in frame.filename and not ours:
             frames.append((frame.filename, str(frame.lineno), frame.name, frame.line or ""))
             break
@@ -262,8 +273,17 @@ def _not_captured(model: nn.Module, error: Exception) -> CompileError:
         why=f"{type(error).__name__}: {(text.strip().splitlines() or [''])[0][:300]}",
         tries="inputs that it makes itself where none are given, as attention_mask=: while traced it may not make them"
         if "'NoneType' object" in text
-        else "inputs with which the model runs on one device",
+        else (*_other_batches(given), "inputs with which the model runs on one device"),
     )
+
+
+def _other_batches(given: _Given) -> Iterator[str]:
+    """What is to be said of inputs whose dim 0 is taken for the batch, and has another size in the example."""
+    batches = {name: len(x) for name, x in given.named.items() if given.symbols.get(name, {}).get(0) == "b"}
+    (size, _), *others = Counter(batches.values()).most_common() or [(0, 0)]
+    if others:
+        none = ", ".join(f"'{name}': {{}}" for name, other in batches.items() if other != size)
+        yield f"dynamic_dims={{{none}}}, if dim 0 is not the batch, which is {size} in other inputs of the example"
 
 
 def _know_users(graph: fx.GraphModule) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ndcompile.autocast import casts
@@ -17,6 +17,7 @@ from ndcompile.counts import COUNTS
 from ndcompile.errors import CompileError, tries_of_read
 from ndcompile.known import Known
 from ndcompile.rounded import rounded
+from ndcompile.runtime import private
 
 BATCH, SEQUENCE = sympy.Symbol("b", positive=True, integer=True), sympy.Symbol("s", positive=True, integer=True)
 
@@ -33,14 +34,33 @@ def label_placeholders(
     first: Mapping[str, str],
     names: list[str],
     attributes: Mapping[int, Tensor],
+    twin: Mapping[str, Tensor],
 ) -> tuple[str, ...]:
-    """Say of each placeholder what it is, and make one of the placeholders of a tied parameter or buffer."""
+    """Say of each placeholder what it is, and make one of the placeholders of a tied parameter or buffer.
+
+    `tensors` are the model's parameters and buffers, `twin` those of the copy that was traced.
+    """
     inputs = iter(names)
+    held = [*tensors.items(), *((name, tensor) for name, tensor in twin.items() if name in tensors)]  # others are made
+    reached = {_memory(tensor): first[name] for name, tensor in held}
     graph, merged, found = exported.graph_module.graph, dict[str, fx.Node](), list[str]()
     for node, spec in zip(graph.find_nodes(op="placeholder"), exported.graph_signature.input_specs, strict=True):
         kind = spec.kind.name
+        if kind == "CONSTANT_TENSOR":
+            constant = exported.constants[spec.target or ""]
+            assert isinstance(constant, Tensor), f"{spec.target} is a tensor constant"
+            name = reached.get(_memory(constant))
+            if name is None:
+                value = attributes.get(id(constant), constant)
+                node.meta |= dict(role="constant", name=spec.target, grad=False, value=value)
+                _refuse_learned(node)
+                continue
+            if not _is_all_of(constant, twin[name]):
+                raise _around(node, name)
+            kind = "PARAMETER"
+        else:
+            name = first.get(spec.target or "", "")
         if kind in ("PARAMETER", "BUFFER"):
-            name = first[spec.target or ""]
             if name in merged:
                 node.replace_all_uses_with(merged[name])
                 continue
@@ -49,13 +69,6 @@ def label_placeholders(
             node.meta |= dict(role=kind.lower(), name=name, grad=grad)
             if kind == "BUFFER" and _counts(tensors[name]):
                 node.meta["value"] = tensors[name].detach().clone()
-        elif kind == "CONSTANT_TENSOR":
-            constant = exported.constants[spec.target or ""]
-            assert isinstance(constant, Tensor), f"{spec.target} is a tensor constant"
-            value = attributes.get(id(constant), constant)
-            if value.is_meta:
-                value = next((v for k, v in attributes.items() if v.shape == constant.shape), value)
-            node.meta |= dict(role="constant", name=spec.target, grad=False, value=value)
         else:
             name = next(inputs)
             node.meta |= dict(role="input", name=name)
@@ -68,6 +81,38 @@ def label_placeholders(
             assert not node.users, f"{node} is a constant input and has no uses in the graph"
             graph.erase_node(node)
     return tuple(found)
+
+
+def _memory(x: Tensor) -> tuple[int | None, int]:
+    """Where a tensor begins."""
+    return private.storage_id(x), 0 if private.is_distributed(x) else int(x.storage_offset())
+
+
+def _is_all_of(constant: Tensor, parameter: Tensor) -> bool:
+    """Whether it is a parameter that was reached by another way than its module, `self.listed[0]`, and as it is."""
+    alike = constant.shape == parameter.shape and constant.stride() == parameter.stride()
+    return isinstance(parameter, nn.Parameter) and alike and constant.dtype == parameter.dtype
+
+
+def _around(node: fx.Node, name: str) -> CompileError:
+    """Where it is a part of a parameter, or a buffer, which may be written to before it is read."""
+    return CompileError(
+        f"forward reaches '{name}' without going through the module that has it",
+        source=_source(next(iter(node.users))) if node.users else None,
+        why="it would be a constant of the program: without a gradient, and never another",
+        tries=f"self.{name.rpartition('.')[2]} in the forward of its module",
+    )
+
+
+def _refuse_learned(node: fx.Node) -> None:
+    value = node.meta["value"]
+    if value.requires_grad:
+        raise CompileError(
+            f"the model holds '{node.meta['name']}' {list(value.shape)}, which takes a gradient and is no parameter",
+            source=_source(next(iter(node.users))) if node.users else None,
+            why="it would be a constant of the program, without a gradient",
+            tries=("nn.Parameter, or nn.ParameterList for several", ".detach(), if it is not learned"),
+        )
 
 
 def _counts(buffer: Tensor) -> bool:
@@ -141,6 +186,7 @@ def roles_of(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) ->
                 found[expression] = role
             elif symbol != "b" and sympy.sympify(expression).is_Integer:
                 fixed[role] = sympy.Integer(expression)
+                node.meta["fixed_at"] = _fixed_at(node, int(expression))
             elif symbol != "b":
                 raise CompileError(
                     f"the length '{symbol}' of input '{node.meta['name']}' is tied to other sizes by the model",
@@ -150,10 +196,17 @@ def roles_of(graph: fx.GraphModule, symbols: Mapping[str, Mapping[int, str]]) ->
             else:
                 raise CompileError(
                     f"the batch size of input '{node.meta['name']}' is fixed by the model",
+                    source=_fixed_at(node, expression),
                     why="a data-parallel rank has another batch size than the example's",
                     tries="use x.size(0) in the model instead of a number",
                 )
     return {symbol: fixed.get(role, role) for symbol, role in found.items()}
+
+
+def _fixed_at(node: fx.Node, size: Any) -> str | None:
+    """The line that made a number of a length."""
+    line = private.fixed_at(node.meta["val"], size)
+    return line and f"{Path(line.filename).name}:{line.lineno}   {(line.line or '').strip()}"
 
 
 def _expression(size: int | torch.SymInt | torch.SymFloat) -> Any:
@@ -202,7 +255,7 @@ def refuse_values(graph: fx.GraphModule) -> None:
                 node=f"%{node.name}   {_module_path(node)}".rstrip(),
                 source=_source(node),
                 why="the parts that ranks hold must have sizes that are known before",
-                tries="torch.where, or a mask that is multiplied in",
+                tries="torch.where(mask, x, y), or a mask that is multiplied in",
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,9 +91,42 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     return torch.where(marked.unsqueeze(-1) if rows else marked, taken, x)
 
 
+def _gates(x: Tensor, h: Tensor, w_x: Tensor, w_h: Tensor, *biases: Tensor) -> tuple[Tensor, Tensor]:
+    """What a recurrent cell makes of its input, and of its state."""
+    b_x, b_h = biases or (None, None)
+    return F.linear(x, w_x, b_x), F.linear(h, w_h, b_h)
+
+
+def gru_cell(x: Tensor, h: Tensor, *weights: Tensor) -> Tensor:
+    given, held = _gates(x, h, *weights)
+    given_r, given_z, given_n = given.chunk(3, -1)
+    held_r, held_z, held_n = held.chunk(3, -1)
+    n = (given_n + (given_r + held_r).sigmoid() * held_n).tanh()
+    return n + (given_z + held_z).sigmoid() * (h - n)
+
+
+def lstm_cell(x: Tensor, states: Sequence[Tensor], *weights: Tensor) -> tuple[Tensor, Tensor]:
+    h, c = states
+    given, held = _gates(x, h, *weights)
+    i, f, g, o = (given + held).chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def rnn_tanh_cell(x: Tensor, h: Tensor, *weights: Tensor) -> Tensor:
+    given, held = _gates(x, h, *weights)
+    return (given + held).tanh()
+
+
+def rnn_relu_cell(x: Tensor, h: Tensor, *weights: Tensor) -> Tensor:
+    given, held = _gates(x, h, *weights)
+    return (given + held).relu()
+
+
 COMPOSED: dict[str, Callable[..., Any]] = {
     "instance_norm": instance_norm, "bilinear": bilinear, "_weight_norm": weight_norm,
     "masked_scatter": masked_scatter, "masked_scatter_": masked_scatter_, "fill_diagonal_": fill_diagonal_,
+    "gru_cell": gru_cell, "lstm_cell": lstm_cell, "rnn_tanh_cell": rnn_tanh_cell, "rnn_relu_cell": rnn_relu_cell,
 }  # fmt: skip
 """What we say of which ops some are composed."""
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,7 +20,8 @@ from torch.utils import _pytree as pytree
 
 from ndcompile.blocks import CONTAINERS, KINDS, PLAIN
 from ndcompile.counts import CALLS, bincount
-from ndcompile.errors import CompileError
+from ndcompile.errors import CompileError, NotOneGraph
+from ndcompile.held import follow, twin_functions
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -28,6 +32,14 @@ def refuse_hooks(model: nn.Module) -> None:
                 f"module '{path or type(model).__name__}' has a hook",
                 why="the emitted module has no inner calls that a hook could see",
                 tries=("remove the hook", "write its effect into forward"),
+            )
+
+    for path, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CompileError(
+                f"parameter '{path}' has a hook",
+                why="the emitted module has parameters of its own, whose gradients are reduced over ranks",
+                tries=("remove the hook", "put it on the parameter of the emitted module, where that is what is meant"),
             )
 
 
@@ -60,20 +72,34 @@ def copy_with(model: nn.Module, made: Callable[[Tensor], Tensor]) -> tuple[nn.Mo
         if id(tensor) not in memo:
             memo[id(tensor)] = _as_parameter(made(tensor), tensor) if isinstance(tensor, nn.Parameter) else made(tensor)
     attributes: dict[int, Tensor] = {}
+    functions: list[Any] = []
     for value in (value for m in modules for name, value in vars(m).items() if name not in KINDS):
         if type(value) in CONTAINERS and not value:
             memo.setdefault(id(value), type(value)())
         for leaf in () if type(value) in PLAIN or id(value) in memo else pytree.tree_leaves(value):
+            if isinstance(leaf, (FunctionType, functools.partial)):
+                functions.append(leaf)
             if isinstance(leaf, Tensor) and id(leaf) not in memo:
                 memo[id(leaf)] = made(leaf)
                 attributes[id(memo[id(leaf)])] = leaf
+    closures = twin_functions(functions, memo.keys() | set(map(id, modules)))
+    memo |= {id(function): its for function, its in closures}
     kinds = {kind for kind in set(map(type, modules)) if _copied_by_attributes(kind)}
     _copy_attributes([module for module in modules if type(module) in kinds], memo)
+<<<<<<< HEAD
     return copy.deepcopy(model, memo), attributes
 
 
 def _as_parameter(made: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     return made if isinstance(made, nn.Parameter) else nn.Parameter(made, requires_grad=parameter.requires_grad)
+=======
+    copied = copy.deepcopy(model, memo)
+    for function, its in closures:
+        follow(function, its, memo)
+    _batch_experts(copied)
+    _without_buffers_that_are_none(copied)
+    return copied, attributes
+>>>>>>> h/libs
 
 
 def _copy_attributes(modules: list[nn.Module], memo: dict[int, Any]) -> None:
@@ -102,6 +128,36 @@ def choose_experts(twin: nn.Module, implementation: str) -> None:
         config: Any = vars(module).get("config")
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = implementation
+
+
+def _without_buffers_that_are_none(twin: nn.Module) -> None:
+    """They are attributes: what a forward puts there is a value of that call, see `registered_as_values`."""
+    for module in twin.modules():
+        for name in [name for name, buffer in module._buffers.items() if buffer is None]:
+            del module._buffers[name]
+            vars(module)[name] = None
+
+
+@contextmanager
+def registered_as_values() -> Iterator[None]:
+    """While a model is traced, a buffer that its forward registers is an attribute.
+
+    The tracer knows no place for it, and would write it to another input.
+    """
+    inner = nn.Module.register_buffer
+
+    @functools.wraps(inner)
+    def register(self: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        if name in self._buffers:
+            inner(self, name, tensor, persistent)
+        else:
+            setattr(self, name, tensor)
+
+    nn.Module.register_buffer = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_buffer = inner  # type: ignore[method-assign]
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
@@ -189,9 +245,14 @@ FACTORIES = frozenset(
 )
 
 
+<<<<<<< HEAD
 DIVISIONS = frozenset({torch.div, torch.divide, torch.true_divide})
 """`torch.div(x.size(1), 8, rounding_mode="trunc")` would be a tensor, and as a size of another be read on the host."""
 
+=======
+HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
+DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+>>>>>>> h/libs
 VALUED = frozenset({torch.tensor, torch.as_tensor})
 
 
@@ -222,6 +283,13 @@ class WhereInputsAre(TorchFunctionMode):
             return args[0] // args[1]
         if function is F.cross_entropy:
             return _cross_entropy(*args, **kwargs)
+        if function in HOOKS:
+            raise NotOneGraph(
+                "a hook changes or sees a gradient, and a graph has the forward alone",
+                "the same in the forward: x * a + (x - x * a).detach() has the value of x, and a times its gradient",
+            )
+        if function == DATA:
+            return args[0].detach()
         if function in CALLS:
             return bincount(*args, **kwargs)
         if device is None and function in FACTORIES:
@@ -229,10 +297,72 @@ class WhereInputsAre(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+<<<<<<< HEAD
 def _of_sizes(one: Any, two: Any, *, rounding_mode: str | None = None, out: Any = None) -> bool:
     """Whether a division is one of sizes, which are not negative, to a whole number."""
     sizes = type(one) is torch.SymInt and type(two) in (int, torch.SymInt)
     return sizes and rounding_mode is not None and out is None and (type(two) is torch.SymInt or two > 0)
+=======
+@contextmanager
+def inference_is_no_grad() -> Iterator[None]:
+    """While a model is traced, `torch.inference_mode()` is `torch.no_grad()`: the tracer forgets the former."""
+    kind: Any = torch.inference_mode
+    enter, leave = kind.__enter__, kind.__exit__
+
+    def entered(self: Any) -> None:
+        self.within = torch.set_grad_enabled(not self.mode)
+        self.within.__enter__()
+
+    kind.__enter__, kind.__exit__ = entered, lambda self, *error: self.within.__exit__(*error)
+    try:
+        yield
+    finally:
+        kind.__enter__, kind.__exit__ = enter, leave
+
+
+@contextmanager
+def drawn_by_torch() -> Iterator[None]:
+    """Refuse a model that draws numbers by Python's `random` or by numpy: the graph would have what came out."""
+    before = _states()
+    yield
+    if _states() != before:
+        raise NotOneGraph(
+            "it draws numbers by Python's random or by numpy, and each call would have those of the trace",
+            "torch.rand, torch.randn or dropout, which no mesh changes",
+            "0 as the probability, if layers are skipped at random",
+        )
+
+
+def _states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    kind, keys, place, *_ = numpy.random.get_state() if numpy else ("", b"", 0)
+    return random.getstate(), kind, bytes(keys), place
+
+
+@contextmanager
+def autocast_where_inputs_are() -> Iterator[None]:
+    """While a model is traced, `torch.autocast(x.device.type, enabled=False)` switches autocast off, as on any device.
+
+    One that is on casts other ops on each device, and while traced `x` has none.
+    """
+    inner = torch.autocast.__init__
+
+    @functools.wraps(inner)
+    def made(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *cached: Any, **more: Any) -> None:
+        if device_type == "meta" and enabled:
+            raise NotOneGraph(
+                "what autocast does depends on the device, and it is on for the device of a tensor that is traced",
+                'the device by its name: torch.autocast("cuda", dtype=torch.bfloat16)',
+                "torch.autocast around nd.compile",
+            )
+        inner(self, "cpu" if device_type == "meta" else device_type, dtype, enabled, *cached, **more)
+
+    torch.autocast.__init__ = made  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = inner  # type: ignore[method-assign]
+>>>>>>> h/libs
 
 
 def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:

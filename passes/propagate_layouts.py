@@ -149,10 +149,16 @@ def _require_sequences(state: State, axis: str) -> None:
         return
     long = [n for n in state.ops() if any(kind.shards(size) for size in n.meta["shape"])]
     if not any(node.meta["placements"][axis].kind == "S" for node in long):
+        fixed_at = next((line for node in state.graph.graph.nodes if (line := node.meta.get("fixed_at"))), None)
         raise CompileError(
             f"axis '{axis}' has nothing to shard",
-            why="no value has a length that is open when the model is compiled; a recurrence step by step fixes it",
-            tries="a mesh without cp, or dynamic_dims={'input': {1: 's'}}",
+            source=fixed_at,
+            why="this line makes a number of a length, so it is the example's in the whole program"
+            if fixed_at
+            else "no value has a length that is open when the model is compiled; a recurrence step by step fixes it",
+            tries=("x.size(1) as it is, without int(…)", "a mesh without cp")
+            if fixed_at
+            else "a mesh without cp, or dynamic_dims={'input': {1: 's'}}",
         )
     for node in long:
         name = op_name(node.target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import tempfile
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,6 +53,176 @@ def refusal(model: nn.Module, mesh: Any, inputs: Any = X, **options: Any) -> str
         nd.compile(model, mesh, inputs, **options)
     before.check()
     return str(caught.value)
+
+
+def without_line(text: str) -> str:
+    return re.sub(r"\.py:\d+", ".py:LINE", text)
+
+
+class HookInside(nn.Module):
+    """Changes a gradient by a hook on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        y.register_hook(lambda gradient: gradient / 2)
+        return y.relu()
+
+
+def test_a_hook_on_a_value():
+    assert without_line(refusal(HookInside(), "dp_shard=2")) == lines(
+        "HookInside cannot be captured as one graph",
+        "  source  test_bad_input.py:LINE   y.register_hook(lambda gradient: gradient / 2)",
+        "  why     a hook changes or sees a gradient, and a graph has the forward alone",
+        "  try     the same in the forward: x * a + (x - x * a).detach() has the value of x, and a times its gradient",
+    )
+
+
+def test_a_hook_on_a_parameter():
+    hooks = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+    for register in hooks:
+        model = Mlp()
+        register(model.up.weight, lambda gradient: None)
+        assert refusal(model, "dp_shard=2") == lines(
+            "parameter 'up.weight' has a hook",
+            "  why     the emitted module has parameters of its own, whose gradients are reduced over ranks",
+            "  try     remove the hook",
+            "  try     put it on the parameter of the emitted module, where that is what is meant",
+        )
+
+
+class Lucky(nn.Module):
+    """Draws by Python, or by numpy: in a graph it would be one number for good."""
+
+    def __init__(self, drawn: Callable[[], float]) -> None:
+        super().__init__()
+        self.layer, self.drawn = nn.Linear(12, 12), drawn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.drawn() < 0.1 else self.layer(x)
+
+
+def test_numbers_that_are_drawn_by_others_than_torch():
+    for drawn in (
+        lambda: random.random(),
+        lambda: float(numpy.random.rand()),
+    ):  # a method would be copied with its state
+        assert refusal(Lucky(drawn), "dp_shard=2") == lines(
+            "Lucky cannot be captured as one graph",
+            "  why     it draws numbers by Python's random or by numpy, and each call would have those of the trace",
+            "  try     torch.rand, torch.randn or dropout, which no mesh changes",
+            "  try     0 as the probability, if layers are skipped at random",
+        )
+
+
+class Places(nn.Module):
+    """Takes places that all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return self.layer(x) + places.unsqueeze(-1)
+
+
+def test_an_input_without_a_batch():
+    x, places = torch.ones(4, 6, 12), torch.ones(6)
+    text = without_line(refusal(Places(), "dp_shard=2", (x, places)))
+    assert text.splitlines()[0] == "Places cannot be traced with the example inputs"
+    assert text.splitlines()[-2:] == [
+        "  try     dynamic_dims={'places': {}}, if dim 0 is not the batch, which is 4 in other inputs of the example",
+        "  try     inputs with which the model runs on one device",
+    ]
+    assert nd.compile(Places(), "dp_shard=2", (x, places), dynamic_dims={"places": {}}).parameters
+
+
+class Counted(nn.Module):
+    """Makes numbers of the sizes of a dim."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.tokens, self.dim = nn.Embedding(19, 8), dim
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = torch.ones(int(ids.shape[self.dim])).unsqueeze(1 - self.dim)
+        return (self.tokens(ids) * rows.unsqueeze(-1)).square().mean()
+
+
+def test_a_batch_of_which_the_model_makes_a_number():
+    text = refusal(Counted(0), "dp_shard=2", torch.ones(4, 6, dtype=torch.long))
+    what, source, *rest = text.splitlines()
+    assert what == "the batch size of input 'ids' is fixed by the model"
+    assert source.endswith("rows = torch.ones(int(ids.shape[self.dim])).unsqueeze(1 - self.dim)")
+    assert rest == [
+        "  why     a data-parallel rank has another batch size than the example's",
+        "  try     use x.size(0) in the model instead of a number",
+    ]
+
+
+def test_a_length_of_which_the_model_makes_a_number():
+    text = refusal(Counted(1), "cp=2", torch.ones(4, 6, dtype=torch.long))
+    what, source, *rest = text.splitlines()
+    assert what == "axis 'cp' has nothing to shard"
+    assert source.endswith("rows = torch.ones(int(ids.shape[self.dim])).unsqueeze(1 - self.dim)")
+    assert rest == [
+        "  why     this line makes a number of a length, so it is the example's in the whole program",
+        "  try     x.size(1) as it is, without int(…)",
+        "  try     a mesh without cp",
+    ]
+
+
+class Called:
+    """An object that is called, and holds a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
+
+
+class Around(nn.Module):
+    """Reaches its own buffer through an object that the compiler does not look into."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.called = Called(lambda y: y * self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called.function(self.layer(x))
+
+
+def test_a_buffer_that_is_reached_around_its_module():
+    assert without_line(refusal(Around(), "dp_shard=2")) == lines(
+        "forward reaches 'scale' without going through the module that has it",
+        "  source  test_bad_input.py:LINE   return self.called.function(self.layer(x))",
+        "  why     it would be a constant of the program: without a gradient, and never another",
+        "  try     self.scale in the forward of its module",
+    )
+
+
+class Unregistered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scales = nn.Linear(12, 12), [nn.Parameter(torch.ones(12))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scales[0]
+
+
+def test_a_parameter_in_a_list():
+    assert without_line(refusal(Unregistered(), "dp_shard=2")) == lines(
+        "the model holds 'lifted_tensor_0' [12], which takes a gradient and is no parameter",
+        "  source  test_bad_input.py:LINE   return self.layer(x) * self.scales[0]",
+        "  why     it would be a constant of the program, without a gradient",
+        "  try     nn.Parameter, or nn.ParameterList for several",
+        "  try     .detach(), if it is not learned",
+    )
 
 
 def test_halves_need_tp():
@@ -219,7 +391,7 @@ def test_a_count_whose_length_may_depend_on_values() -> None:
         "  node    %bincount",
         f"  source  {line_of('return torch.bincount((x > 0).long().reshape(-1), minlength=3)')}",
         "  why     the parts that ranks hold must have sizes that are known before",
-        "  try     torch.where, or a mask that is multiplied in",
+        "  try     torch.where(mask, x, y), or a mask that is multiplied in",
     )
 
 
@@ -229,7 +401,7 @@ def test_a_shape_that_depends_on_values() -> None:
         "  node    %index",
         f"  source  {line_of('return y[y > 0]')}",
         "  why     the parts that ranks hold must have sizes that are known before",
-        "  try     torch.where, or a mask that is multiplied in",
+        "  try     torch.where(mask, x, y), or a mask that is multiplied in",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -114,6 +115,101 @@ def test_buffers_and_plain_tensors_keep_their_values() -> None:
     captures(Holds(), X)
 
 
+class ByFunction(Layers):
+    """Functions that hold the module or a part of it: in a closure, in a default, in a function that one holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.ends = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.randn(6))
+        self.register_buffer("shift", torch.tensor(0.5))
+        times = lambda x: x * self.scale  # noqa: E731
+
+        def ended(x: Tensor, layers: ByFunction = self) -> Tensor:
+            return layers.two(times(x)) * layers.ends
+
+        self.ended, self.listed = ended, [functools.partial(lambda x, y: x + y * self.shift, y=self.ends)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.listed[0](self.ended(self.one(x)))
+
+
+class Held:
+    """An object of Python's that holds a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
+
+
+class ByOthers(Layers):
+    """Parameters in a list, where another tensor has their shape, and in an object that nobody looks into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.ends = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.randn(6))
+        self.plain, self.listed = torch.randn(6), [self.ends]
+        self.held = Held(lambda x: x * self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.held.function(self.one(x)) * self.listed[0] + self.plain * self.ends
+
+
+class InBlocks(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [ByFunction, ByOthers])
+def test_what_is_reached_around_a_module_is_what_the_module_has(kind: type[nn.Module]) -> None:
+    """Functions to a copy are the original's, and to the tracer a parameter in a list is a constant: its gradient would
+    be lost, and no comparison of programs could see it.
+    """
+    for model in (kind(), InBlocks(kind)):
+        assert set(captures(model, X, "tp=2").parameters) == set(dict(model.named_parameters()))
+
+
+def test_functions_hold_the_model_also_where_it_has_a_loss() -> None:
+    model = ByFunction()
+    program = nd.compile(model, "dp_shard=2", X, loss_fn=lambda y: y.square().mean())
+    program.one_device(model)(X).backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    model(X).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, msg=name)
+
+
+class Registers(Layers):
+    """Keeps what it made for the next call, as rotary embeddings and biases of positions do."""
+
+    places: Tensor
+    ends: Tensor
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ends", None)
+        self.register_buffer("steps", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.register_buffer("places", torch.arange(x.size(1), dtype=x.dtype), persistent=False)
+        self.register_buffer("ends", self.places + 1)
+        self.steps = self.places + 2
+        return (self.one(x) + self.places) * self.ends / self.steps
+
+
+def test_a_buffer_that_a_forward_registers_is_made_in_each_call() -> None:
+    """The tracer writes it to what stands at its place among the inputs, here to `x`."""
+    program = captures(Registers(), X)
+    assert not [node for node in program.reference.graph.nodes if "copy_" in str(node.target)]
+    assert not program.manifest.updates
+
+
 class Large(Layers):
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +294,27 @@ class Detached(Layers):
         return self.one(x) * self.two(x).detach()
 
 
-@pytest.mark.parametrize("kind", [NoGrad, GradInside, Detached])
+class Data(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) * self.two(x).data
+
+
+class Inference(Layers):
+    """No gradient passes an inference mode, which torch.export forgets."""
+
+    @torch.inference_mode()
+    def seen(self, x: Tensor) -> Tensor:
+        return self.two(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            y = self.two(x)
+            with torch.inference_mode(False):
+                z = self.one(x)
+        return self.one(x) * y.clone() + z * self.seen(x).clone()
+
+
+@pytest.mark.parametrize("kind", [NoGrad, GradInside, Detached, Data, Inference])
 @pytest.mark.parametrize("mesh", ["", "tp=2"])
 def test_no_gradient_passes_where_the_model_stops_it(kind: type[nn.Module], mesh: str) -> None:
     captures(kind(), X, mesh)
@@ -264,6 +380,39 @@ def test_a_region_without_autocast_stays_without_one_under_another() -> None:
         program, expected = nd.compile(model, "", inputs), model(*inputs)
     same(program.one_device(model)(*inputs), expected)
     assert expected["exact"].dtype == torch.float32 and expected["scaled"].dtype == torch.bfloat16
+
+
+class WhereInputsAre(Layers):
+    """Autocast on or off for the device of a tensor, as rotary embeddings do it."""
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self.enabled = enabled
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self.enabled):
+            exact = self.one(x)
+        return exact * self.two(x)
+
+
+def test_autocast_is_off_for_the_device_of_the_inputs() -> None:
+    model = WhereInputsAre(False)
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            same(nd.compile(model, "", X).one_device(model)(X), model(X))
+
+
+def test_autocast_is_not_on_for_a_device_that_is_not_known() -> None:
+    with pytest.raises(nd.CompileError) as caught:
+        nd.compile(WhereInputsAre(True), "", X)
+    what, source, *rest = str(caught.value).splitlines()
+    assert what == "WhereInputsAre cannot be captured as one graph"
+    assert "with torch.autocast(x.device.type" in source
+    assert rest == [
+        "  why     what autocast does depends on the device, and it is on for the device of a tensor that is traced",
+        '  try     the device by its name: torch.autocast("cuda", dtype=torch.bfloat16)',
+        "  try     torch.autocast around nd.compile",
+    ]
 
 
 def test_the_emitted_source_casts_and_the_manifest_remembers_the_autocast() -> None:

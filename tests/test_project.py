@@ -31,7 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inputs": {"runtime"},
     "counts": {"runtime"},
     "blocks": set(),
-    "twin": {"counts", "blocks"},
+    "twin": {"counts", "blocks", "held"},
+    "held": set(),
     "regions": {"autocast"},
     "literals": {"runtime"},
     "loss": set(),
@@ -47,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "known": {"answers", "rounded", "runtime"},
     "units": {"axes", "known", "mesh", "size"},
     "conditions": {"codegen", "known", "rounded", "runtime"},
-    "labels": {"autocast", "counts", "known", "rounded"},
+    "labels": {"autocast", "counts", "known", "rounded", "runtime"},
     "drawn": {"runtime"},
     "own_backward": {"forwards", "runtime"},
     "capture": {

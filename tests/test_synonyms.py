@@ -138,6 +138,14 @@ FORMS: dict[str, Form] = {
     "bilinear": lambda x, w: F.bilinear(x, x @ w, w.view(1, 6, 6), w[0, :1]),
     "_weight_norm": lambda x, w: x @ torch._weight_norm(w, w[:, :1], 0),
     "masked_scatter": lambda x, w: x.masked_scatter((x[..., :1] > 0).expand_as(x), x @ w),
+    "gru_cell": lambda x, w: torch.gru_cell(
+        (x @ w)[:, 0], x[:, 1], w.repeat(3, 1), w.roll(1, 0).repeat(3, 1), w[:3].ravel(), w[3:].ravel()
+    ),
+    "lstm_cell": lambda x, w: torch.cat(
+        torch.lstm_cell((x @ w)[:, 0], (x[:, 1], x[:, 2]), w.repeat(4, 1), w.roll(1, 0).repeat(4, 1))
+    ),
+    "rnn_tanh_cell": lambda x, w: torch.rnn_tanh_cell((x @ w)[:, 0], x[:, 1], w, w.roll(1, 0), w[0], w[1]),
+    "rnn_relu_cell": lambda x, w: torch.rnn_relu_cell((x @ w)[:, 0], x[:, 1], w, w.roll(1, 0)),
 }
 CHANGES: dict[str, Form] = {
     "multiply_": lambda x, w: (x @ w).multiply_(w[0]),
@@ -205,6 +213,8 @@ def test_a_composition_that_changes_a_view_is_not_taken(monkeypatch: pytest.Monk
         "masked_scatter",
         "masked_scatter_",
         "fill_diagonal_",
+        "gru_cell",
+        "lstm_cell",
     ],
 )
 def test_it_is_equal_on_a_mesh(name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -289,6 +290,15 @@ def asked_of_sizes(size: torch.SymInt) -> Iterator[tuple[Any, bool]]:
     for guard in known.guards:
         place = guard.sloc.framework_loc
         yield known.replace(guard.expr), place is not None and place.filename.startswith(own)
+
+
+def fixed_at(value: Tensor, size: int) -> traceback.FrameSummary | None:
+    """The line at which a traced model made a number of a length, so that it is this one in all that is traced."""
+    known = value.fake_mode.shape_env  # type: ignore[attr-defined]
+    for guard in known.guards:
+        if guard.expr.is_Equality and guard.expr.lhs.is_Symbol and guard.expr.rhs == size:
+            return guard.sloc.framework_loc
+    return None
 
 
 def bounds(size: Any, ranges: Mapping[Any, tuple[int, int | None]]) -> tuple[Any, Any]:
