@@ -61,6 +61,7 @@ def on_meta(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
     """
     twin, attributes = copy_with(model, lambda tensor: torch.empty_like(tensor, device="meta"))
     choose_experts(twin, "batched_mm")
+    _without_buffers_that_are_none(twin)
     return twin, attributes
 
 
@@ -86,20 +87,14 @@ def copy_with(model: nn.Module, made: Callable[[Tensor], Tensor]) -> tuple[nn.Mo
     memo |= {id(function): its for function, its in closures}
     kinds = {kind for kind in set(map(type, modules)) if _copied_by_attributes(kind)}
     _copy_attributes([module for module in modules if type(module) in kinds], memo)
-<<<<<<< HEAD
-    return copy.deepcopy(model, memo), attributes
+    copied = copy.deepcopy(model, memo)
+    for function, its in closures:
+        follow(function, its, memo)
+    return copied, attributes
 
 
 def _as_parameter(made: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     return made if isinstance(made, nn.Parameter) else nn.Parameter(made, requires_grad=parameter.requires_grad)
-=======
-    copied = copy.deepcopy(model, memo)
-    for function, its in closures:
-        follow(function, its, memo)
-    _batch_experts(copied)
-    _without_buffers_that_are_none(copied)
-    return copied, attributes
->>>>>>> h/libs
 
 
 def _copy_attributes(modules: list[nn.Module], memo: dict[int, Any]) -> None:
@@ -245,14 +240,11 @@ FACTORIES = frozenset(
 )
 
 
-<<<<<<< HEAD
 DIVISIONS = frozenset({torch.div, torch.divide, torch.true_divide})
 """`torch.div(x.size(1), 8, rounding_mode="trunc")` would be a tensor, and as a size of another be read on the host."""
 
-=======
 HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
->>>>>>> h/libs
 VALUED = frozenset({torch.tensor, torch.as_tensor})
 
 
@@ -297,12 +289,12 @@ class WhereInputsAre(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-<<<<<<< HEAD
 def _of_sizes(one: Any, two: Any, *, rounding_mode: str | None = None, out: Any = None) -> bool:
     """Whether a division is one of sizes, which are not negative, to a whole number."""
     sizes = type(one) is torch.SymInt and type(two) in (int, torch.SymInt)
     return sizes and rounding_mode is not None and out is None and (type(two) is torch.SymInt or two > 0)
-=======
+
+
 @contextmanager
 def inference_is_no_grad() -> Iterator[None]:
     """While a model is traced, `torch.inference_mode()` is `torch.no_grad()`: the tracer forgets the former."""
@@ -362,7 +354,6 @@ def autocast_where_inputs_are() -> Iterator[None]:
         yield
     finally:
         torch.autocast.__init__ = inner  # type: ignore[method-assign]
->>>>>>> h/libs
 
 
 def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
