@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -190,13 +190,27 @@ def _slice(w: Writer, node: fx.Node) -> str:
     given = arguments(node)
     source = given["self"]
     dim = given["dim"] % len(node.meta["shape"])
-    ends = [
-        "" if value in (None, 0) or (isinstance(value, int) and value >= 1 << 62)
-        else w.sizes.fraction(source, dim, value) if isinstance(value, int) else w.text(value)
-        for value in (given["start"], given["end"])
-    ]  # fmt: skip
+    ends = _ends(w, given, dim)
     step = f":{given['step']}" if given["step"] != 1 else ""
     return f"{w.text(source)}[{':, ' * dim}{ends[0]}:{ends[1]}{step}]"
+
+
+def _ends(w: Writer, given: Mapping[str, Any], dim: int) -> list[str]:
+    """The places in a dim of `self` between which a slice lies; empty where it begins or ends with the dim."""
+    return [
+        "" if value in (None, 0) or (isinstance(value, int) and value >= 1 << 62)
+        else w.sizes.fraction(given["self"], dim, value) if isinstance(value, int) else w.text(value)
+        for value in (given["start"], given["end"])
+    ]  # fmt: skip
+
+
+def _slice_scatter(w: Writer, node: fx.Node) -> str:
+    given = arguments(node)
+    dim = given["dim"] % len(node.meta["shape"])
+    start, end = (text or "None" for text in _ends(w, given, dim))
+    listed = [w.text(given["self"]), w.text(given["src"]), str(dim), start, end]
+    listed += [str(given["step"])] if given["step"] != 1 else []
+    return f"torch.slice_scatter({', '.join(listed)})"
 
 
 def _index(w: Writer, node: fx.Node) -> str:
@@ -387,6 +401,7 @@ SPECIAL: dict[str, Callable[[Writer, fx.Node], str]] = {
     **dict.fromkeys(("aten.arange.default", "aten.arange.start", "aten.arange.start_step"), _arange),
     **dict.fromkeys(("aten.eye.default", "aten.eye.m"), _eye),
     "aten.slice.Tensor": _slice,
+    "aten.slice_scatter.default": _slice_scatter,
     "aten.index.Tensor": _index,
     **dict.fromkeys(("aten.split.Tensor", "aten.split_with_sizes.default"), _split),
     "aten.embedding.default": _embedding,

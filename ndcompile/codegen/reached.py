@@ -33,7 +33,7 @@ def reached(node: fx.Node, whole: Text, fraction: Text) -> Iterator[tuple[str, i
                 yield whole(source, dim), min(size, POSITIONS)
             continue
         end = min(end, size)
-        if op_name(node.target) != "aten.slice.Tensor" or fraction(source, dim, end) == str(end):
+        if op_name(node.target) not in SLICES or fraction(source, dim, end) == str(end):
             yield whole(source, dim), abs(end)
 
 
@@ -60,6 +60,10 @@ def _counts(index: fx.Node) -> bool:
 COUNTING = ("aten.arange", "aten.cumsum")
 
 
+SLICES = ("aten.slice.Tensor", "aten.slice_scatter.default")
+"""Ops whose text has a place as a part of the dim, where it is one."""
+
+
 def _slice(given: Given) -> Iterator[tuple[int, Any]]:
     if given["end"] is not None:
         yield given["dim"], POSITIONS if isinstance(given["end"], fx.Node) else given["end"]
@@ -82,7 +86,7 @@ def _embedding(given: Given) -> Iterator[tuple[int, Any]]:
 
 
 REACHED: dict[str, Callable[[Given], Iterator[tuple[int, Any]]]] = {
-    "aten.slice.Tensor": _slice,
+    **dict.fromkeys(SLICES, _slice),
     "aten.select.int": _select,
     "aten.unbind.int": _unbind,
     "aten.embedding.default": _embedding,

@@ -225,6 +225,12 @@ class SizeNames:
         """Dims that are put together from others, or cut from them."""
         name = op_name(node.target) if node.op == "call_function" else ""
         yield from made_sizes(node, dims)
+        if name == "aten.slice_scatter.default":
+            source, part, given = *operands(node)[:2], arguments(node)
+            at = given["dim"] % len(node.meta["sizes"])
+            if isinstance(part.meta["sizes"][at], int) and not isinstance(given["end"], fx.Node):
+                yield str(dims[part.name][at]), self._length(source, at, given)
+            return
         if name not in ("aten.cat.default", "aten.slice.Tensor", "_operator.getitem") or "sizes" not in node.meta:
             return
         values = operands(node)

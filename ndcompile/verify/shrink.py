@@ -29,10 +29,10 @@ from ndcompile.pipeline import copied
 from ndcompile.program import Parameter, Program
 from ndcompile.runtime.manifest import Manifest, ParameterPlan
 
-LARGEST = 48
+LARGEST = 96
 """The largest number that is tried for a size that nothing else fixes."""
 
-TRIED = 50_000
+TRIED = 5_000
 """How many numbers are tried in a row without finding a table."""
 
 ROUNDS = 2
@@ -107,7 +107,7 @@ def tables(program: Program, mesh: MeshSpec, alone: SizeFacts) -> Iterator[dict[
     for each in (facts, alone):
         rules += [*_equalities(each), *_halves(each), *_ends(each), *_places_within(each)]
     rules += _full(facts, mesh)
-    yield from _Search(names, real, rules).from_here({})
+    yield from _Search(names, real, rules).tables()
 
 
 def _names(facts: SizeFacts) -> set[str]:
@@ -125,6 +125,10 @@ def _number(text: str) -> Callable[[Mapping[str, int]], int]:
     return lambda table: int(eval(code, {"__builtins__": {}}, dict(table)))
 
 
+def _times(part: Callable[[Mapping[str, int]], int], count: int) -> Callable[[Mapping[str, int]], int]:
+    return lambda table: part(table) * count
+
+
 def _equalities(facts: SizeFacts) -> Iterator[_Rule]:
     for left, right in facts.equal:
         one, two = _number(left), _number(right)
@@ -136,6 +140,9 @@ def _equalities(facts: SizeFacts) -> Iterator[_Rule]:
         yield _Rule(names, holds)
         sides = (left, right, two), (right, left, one)
         yield from (_Rule(names, holds, a, b) for a, c, b in sides if a.isidentifier() and a not in _words(c))
+        for part, text in ((one, right), (two, left)):  # of a part that is known, the whole
+            if (found := re.fullmatch(r"(\w+) // (\d+)", text)) and found[1].isidentifier():
+                yield _Rule(names, holds, found[1], _times(part, int(found[2])))
 
 
 def _cuts(program: Program, facts: SizeFacts, mesh: MeshSpec) -> Iterator[_Rule]:
@@ -208,42 +215,60 @@ def _full(facts: SizeFacts, mesh: MeshSpec) -> Iterator[_Rule]:
         yield _Rule(frozenset(_words(text)), holds, text, value)
 
 
-@dataclass
 class _Search:
-    """Name after name, the smallest number first, back where a rule does not hold."""
+    """Number after number, first of the name that the others leave the fewest for; back where none is left."""
 
-    names: list[str]
-    real: Mapping[str, int]
-    rules: list[_Rule]
-    tried: int = 0
+    def __init__(self, names: list[str], real: Mapping[str, int], rules: list[_Rule]) -> None:
+        self._real, self._tried = real, 0
+        self._about = {name: [rule for rule in rules if name in rule.names] for name in names}
+        self._open = {name: self._allowed(name, self._candidates(name), {}) for name in names}
 
-    def from_here(self, table: dict[str, int]) -> Iterator[dict[str, int]]:
-        """All tables that go on with what this one has; it ends where too many numbers were tried in vain."""
-        left = [name for name in self.names if name not in table]
+    def tables(self) -> Iterator[dict[str, int]]:
+        """It ends where too many numbers were tried in vain."""
+        return self._from({}, self._open)
+
+    def _candidates(self, name: str) -> list[int]:
+        real = self._real[name]
+        return [*range(2, LARGEST + 1 if real < 8 else min(LARGEST + 1, real)), real]
+
+    def _from(self, table: dict[str, int], left: Mapping[str, list[int]]) -> Iterator[dict[str, int]]:
         if not left:
-            self.tried = 0
+            self._tried = 0
             yield dict(table)
             return
-        name, candidates = self._next(left, table)
-        about = [rule for rule in self.rules if name in rule.names]
-        for candidate in candidates:
-            self.tried += 1
-            if self.tried > TRIED:
+        name = min(left, key=lambda name: len(left[name]))
+        for number in left[name]:
+            self._tried += 1
+            if self._tried > TRIED:
                 return
-            table[name] = candidate
-            if candidate > 0 and all(not rule.names <= set(table) or rule.holds(table) for rule in about):
-                yield from self.from_here(table)
-            del table[name]
+            if number != self._real[name] and any(
+                table[other] == number and self._real[other] != self._real[name] for other in table
+            ):
+                continue
+            narrowed = self._narrowed(name, table | {name: number}, left)
+            if narrowed is not None:
+                yield from self._from(table | {name: number}, narrowed)
 
-    def _next(self, left: list[str], table: Mapping[str, int]) -> tuple[str, list[int]]:
-        """A name that the others tell the number of, else the first, with what may be tried for it."""
-        for rule in self.rules:
-            if rule.name in left and rule.value is not None and rule.names - {rule.name} <= set(table):
-                return rule.name, [rule.value(table)]
-        name = left[0]
-        taken = {table[other] for other in table if self.real[other] != self.real[name]}
-        most = LARGEST if self.real[name] < 8 else min(LARGEST, self.real[name] - 1)
-        return name, [n for n in range(2, most + 1) if n not in taken] + [self.real[name]]
+    def _narrowed(
+        self, name: str, table: Mapping[str, int], left: Mapping[str, list[int]]
+    ) -> dict[str, list[int]] | None:
+        """What is left for the others, or none where a rule of this name does not hold."""
+        narrowed = {other: numbers for other, numbers in left.items() if other != name}
+        known = [(rule, rule.names - table.keys()) for rule in self._about[name]]
+        if not all(rule.holds(table) for rule, unknown in known if not unknown):
+            return None
+        for rule, unknown in known:  # what a rule tells may be larger than what is tried
+            if rule.value is not None and unknown == {rule.name}:
+                value, numbers = rule.value(table), narrowed[rule.name]
+                narrowed[rule.name] = [value] if value in numbers or (value > LARGEST and len(numbers) > 1) else []
+        for other in {other for _, unknown in known if len(unknown) == 1 for other in unknown}:
+            narrowed[other] = self._allowed(other, narrowed[other], table)
+        return narrowed if all(narrowed.values()) else None
+
+    def _allowed(self, name: str, numbers: list[int], table: Mapping[str, int]) -> list[int]:
+        """Those with which each rule holds that needs no other number."""
+        rules = [rule for rule in self._about[name] if rule.names - {name} <= table.keys()]
+        return [n for n in numbers if all(rule.holds({**table, name: n}) for rule in rules)]
 
 
 # ---- the program ---------------------------------------------------------------------------------------------------
