@@ -31,11 +31,11 @@ from torch.utils import _pytree as pytree
 
 from ndcompile.loss import with_loss
 from tests.equivalence import unchosen
-from tests.equivalence.unchosen import ONE_DEVICE, Batch, Kind, Kinds, NotSmall, Row
+from tests.equivalence.unchosen import Batch, Kind, Kinds, NotSmall, Row
 
 PAGE = Path(__file__).parents[2] / "docs" / "libraries.md"
-OF_IMAGES = ("dp_shard=2", "dp_shard=2, tp=2", ONE_DEVICE)
-OF_TOKENS = ("dp_shard=2", "dp_shard=2, tp=2", "cp=2", ONE_DEVICE)
+OF_IMAGES = ("dp_shard=2", "dp_shard=2, tp=2")
+OF_TOKENS = ("dp_shard=2", "dp_shard=2, tp=2", "cp=2")
 MOST = 40_000_000
 """Parameters of what is not small."""
 SAMPLES, LENGTH, VOCABULARY = 4, 16, 96
@@ -490,9 +490,7 @@ vit-pytorch the last class of every file, of x-transformers a decoder with each 
 configuration that is another when it is small, of diffusers a list of classes. Left out are those that could not be
 made small, or do not run with such sizes. [transformers.md](transformers.md) has the architectures of transformers.
 
-*Compiled* is what `--compile` did alone, without verifying. On *one device* loss, every gradient and every buffer of
-the program's graph are beside those of the model's own autograd in float64, which no comparison of programs shows;
-*drawn* is a model that draws random numbers, of which two calls differ.
+*Compiled* is what `--compile` did alone, without verifying.
 """
 
 

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ndcompile as nd
+from ndcompile.verify import untouched
 from tests.verify.mutation import TooLong, limit
 
 SECONDS = 150
@@ -69,17 +70,9 @@ def rows_of(kinds: Kinds, kind: str, name: str, meshes: Sequence[str], verified:
         yield row | dict(seconds=round(time.time() - began, 1))
 
 
-ONE_DEVICE = "one device"
-"""In place of a mesh: the program's graph beside the model itself, which a comparison of programs takes for granted."""
-NEAR = 1e-9
-"""How far the two may be apart in float64, of the largest number of a tensor, or of 1 where that is less."""
-
-
 def judged(model: nn.Module, mesh: str, batch: Batch, options: dict[str, Any], verified: bool) -> Row:
     try:
         with limit(SECONDS):
-            if mesh == ONE_DEVICE:
-                return beside_the_model(model, batch, options)
             program = nd.compile(model, mesh, batch, **options)
             if not verified:
                 return dict(found="compiled", why="")
@@ -93,51 +86,6 @@ def judged(model: nn.Module, mesh: str, batch: Batch, options: dict[str, Any], v
         return dict(found="failed", why=traceback.format_exc())
     unsaid = [claim.kind for claim in report.claims if claim.held is None]
     return dict(found="equal" if report.equal else "different", why="" if report.equal else str(report), unsaid=unsaid)
-
-
-def beside_the_model(model: nn.Module, batch: Batch, options: dict[str, Any]) -> Row:
-    """Loss, gradients and buffers of the graph on one device beside those of the model, in float64."""
-    model = model.double()  # as this is the last that is done with it: functions that it holds would not be its copy's
-    given = {name: _widened(value) for name, value in batch.items()}
-    program = nd.compile(model, "", given, **options)
-    found = _step(model, program.one_device, given)
-    wanted, again = _step(model, lambda own: own, given, seed=0), _step(model, lambda own: own, given, seed=1)
-    if _furthest(wanted, again)[0] > 0:
-        return dict(found="drawn", why="two calls differ, as the model draws numbers")
-    furthest, name = _furthest(found, wanted)
-    if furthest > NEAR:
-        return dict(found="different", why=f"{name} of the graph is {furthest:.1e} from the model's")
-    return dict(found="equal", why="", furthest=furthest)
-
-
-def _widened(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _step(model: nn.Module, called: Callable[[nn.Module], Any], batch: Batch, seed: int = 0) -> dict[str, Tensor]:
-    """Loss, gradients and buffers after one step. The model is left as it was."""
-    torch.manual_seed(seed)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    loss = called(model)(**batch)
-    loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    after = {name: buffer.clone() for name, buffer in model.named_buffers() if name in before}
-    model.zero_grad()
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(before.get(name, buffer))
-    return {"loss": loss.detach()} | gradients | after
-
-
-def _furthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
-    """Of all tensors of either; one that is missing is zero."""
-    apart = [(0.0, "")]
-    for name in found.keys() | wanted.keys():
-        some = [held[name].double() for held in (found, wanted) if name in held]
-        one, two = some if len(some) == 2 else (some[0], torch.zeros_like(some[0]))
-        if one.numel():
-            apart.append((float((one - two).abs().max() / two.abs().max().clamp(min=1)), name))
-    return max(apart)
 
 
 def done_of(log: Path) -> list[Row]:
@@ -177,8 +125,14 @@ def run(kinds: Callable[[], Kinds], given: argparse.Namespace) -> None:
 # ---- the page ------------------------------------------------------------------------------------------------------
 
 
-FOUND = ("equal", "drawn", "compiled", "refused", "too long")
+FOUND = ("equal", "compiled", "refused", "too long")
 """What may be found, but for what is wrong."""
+
+UNSAID = {
+    "equal over F_p": "Tested in float64 alone, since an op has no meaning in the field",
+    untouched.KIND: "Equal to their graphs, which were not run beside the models themselves",
+}
+"""What a claim is that nothing was said of."""
 
 
 def page(head: str, kinds: Kinds, rows: list[Row], each: tuple[str, str]) -> str:
@@ -197,9 +151,9 @@ def page(head: str, kinds: Kinds, rows: list[Row], each: tuple[str, str]) -> str
             counts = [*(found[what] for what in told), found["different"] + found["failed"]]
             if any(counts):
                 lines.append(f"| {' | '.join(map(str, [kind, len(names), len(out), f'`{mesh}`', *counts]))} |")
-    unsaid = sorted({row["name"] for row in tried if row.get("unsaid")})
-    if unsaid:
-        lines += ["", f"Tested in float64 alone, since an op has no meaning in the field: {', '.join(unsaid)}."]
+    for claim, text in UNSAID.items():
+        unsaid = sorted({row["name"] for row in tried if claim in row.get("unsaid", ())})
+        lines += ["", f"{text}: {', '.join(unsaid)}."] if unsaid else []
     return "\n".join([*lines, "", *refusals(kinds, tried, one)]) + "\n"
 
 
@@ -207,7 +161,7 @@ def refusals(kinds: Kinds, tried: list[Row], one: str) -> Iterator[str]:
     yield from ("## What is refused", "", f"| {one} | on | error |", "|---|---|---|")
     meshes: dict[tuple[str, str, str], list[str]] = {}
     for row in tried:
-        if row["found"] not in FOUND[:3]:
+        if row["found"] not in FOUND[:2]:
             error = row["why"].partition("\n")[0].replace("|", "\\|")
             meshes.setdefault((row["kind"], row["name"], error), []).append(row["mesh"])
     for (kind, name, error), where in meshes.items():
