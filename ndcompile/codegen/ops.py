@@ -207,8 +207,8 @@ def _ends(w: Writer, given: Mapping[str, Any], dim: int) -> list[str]:
 def _slice_scatter(w: Writer, node: fx.Node) -> str:
     given = arguments(node)
     dim = given["dim"] % len(node.meta["shape"])
-    start, end = (text or "None" for text in _ends(w, given, dim))
-    listed = [w.text(given["self"]), w.text(given["src"]), str(dim), start, end]
+    start, end = _ends(w, given, dim)
+    listed = [w.text(given["self"]), w.text(given["src"]), str(dim), start or "0", end or "None"]
     listed += [str(given["step"])] if given["step"] != 1 else []
     return f"torch.slice_scatter({', '.join(listed)})"
 
