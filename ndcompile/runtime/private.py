@@ -286,19 +286,22 @@ def functions_of_sizes() -> Any:
 
 def asked_of_sizes(size: torch.SymInt) -> Iterator[tuple[Any, bool]]:
     """What a trace asked of its sizes, as expressions that are true of it, and whether torch's own code asked."""
-    known, own = size.node.shape_env, str(Path(torch.__file__).parent)
+    known = size.node.shape_env
     for guard in known.guards:
-        place = guard.sloc.framework_loc
-        yield known.replace(guard.expr), place is not None and place.filename.startswith(own)
+        yield known.replace(guard.expr), _is_torchs(guard.sloc.framework_loc)
 
 
 def fixed_at(value: Tensor, size: int) -> traceback.FrameSummary | None:
-    """The line at which a traced model made a number of a length, so that it is this one in all that is traced."""
+    """The line of a traced model that made a number of a length, so that it is this one in all that is traced."""
     known = value.fake_mode.shape_env  # type: ignore[attr-defined]
     for guard in known.guards:
         if guard.expr.is_Equality and guard.expr.lhs.is_Symbol and guard.expr.rhs == size:
-            return guard.sloc.framework_loc
+            return None if _is_torchs(guard.sloc.framework_loc) else guard.sloc.framework_loc
     return None
+
+
+def _is_torchs(place: traceback.FrameSummary | None) -> bool:
+    return place is not None and place.filename.startswith(str(Path(torch.__file__).parent))
 
 
 def bounds(size: Any, ranges: Mapping[Any, tuple[int, int | None]]) -> tuple[Any, Any]:

@@ -44,6 +44,8 @@ class Log:
             return results
         if all(self._memory(y) in self.made_by for y in _tensors(results)) and not op._schema.is_mutable:
             return results  # a view
+        if op == torch.ops.aten.arange.start and args[0] == 0:  # as `arange(n)` is written
+            op, args = torch.ops.aten.arange.default, args[1:]
         leaves = pytree.tree_leaves((args, kwargs))
         given = [self._seen(leaf) for leaf in leaves if not _said_by_the_result(leaf)]
         done = (str(op), *given, *(f"→ {list(y.shape)} {y.dtype}" for y in _tensors(results)))

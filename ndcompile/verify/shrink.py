@@ -216,11 +216,14 @@ def _full(facts: SizeFacts, mesh: MeshSpec) -> Iterator[_Rule]:
 
 
 class _Search:
-    """Number after number, first of the name that the others leave the fewest for; back where none is left."""
+    """Number after number, first of the name that the others leave the fewest for; back where none is left. What is a
+    product or a sum of others comes after them: it may be larger than what is tried.
+    """
 
     def __init__(self, names: list[str], real: Mapping[str, int], rules: list[_Rule]) -> None:
         self._real, self._tried = real, 0
         self._about = {name: [rule for rule in rules if name in rule.names] for name in names}
+        self._made = {name: [r for r in self._about[name] if r.name == name and len(r.names) > 2] for name in names}
         self._open = {name: self._allowed(name, self._candidates(name), {}) for name in names}
 
     def tables(self) -> Iterator[dict[str, int]]:
@@ -236,7 +239,7 @@ class _Search:
             self._tried = 0
             yield dict(table)
             return
-        name = min(left, key=lambda name: len(left[name]))
+        name = min(left, key=lambda name: (self._waits(name, left), len(left[name])))
         for number in left[name]:
             self._tried += 1
             if self._tried > TRIED:
@@ -248,6 +251,9 @@ class _Search:
             narrowed = self._narrowed(name, table | {name: number}, left)
             if narrowed is not None:
                 yield from self._from(table | {name: number}, narrowed)
+
+    def _waits(self, name: str, left: Mapping[str, list[int]]) -> bool:
+        return len(left[name]) > 1 and any((rule.names - {name}) & left.keys() for rule in self._made[name])
 
     def _narrowed(
         self, name: str, table: Mapping[str, int], left: Mapping[str, list[int]]
