@@ -29,8 +29,8 @@ def reached(node: fx.Node, whole: Text, fraction: Text) -> Iterator[tuple[str, i
         if not isinstance(size, int):
             continue
         if isinstance(end, fx.Node):
-            if _counts(end):
-                yield whole(source, dim), min(size, POSITIONS)
+            if counted := _counted(end):
+                yield whole(source, dim), min(size, counted)
             continue
         end = min(end, size)
         if op_name(node.target) not in SLICES or fraction(source, dim, end) == str(end):
@@ -44,17 +44,18 @@ def is_input(value: fx.Node) -> bool:
     return value.meta.get("role") == "input"
 
 
-def _counts(index: fx.Node) -> bool:
-    """Whether whole numbers come from counting a sequence's entries."""
-    seen, front = {index}, [index]
+def _counted(index: fx.Node) -> int:
+    """How far whole numbers may reach that come from counting a sequence's entries; 0 for others."""
+    seen, front, far = {index}, [index], 0
     while front:
         node = front.pop()
         if op_name(node.target).startswith(COUNTING):
-            return True
+            end = arguments(node).get("end")
+            far = max(far, POSITIONS, end if isinstance(end, int) else 0)
         more = [n for n in node.all_input_nodes if n not in seen and not n.meta.get("grad", False)]
         front += more
         seen.update(more)
-    return False
+    return far
 
 
 COUNTING = ("aten.arange", "aten.cumsum")
@@ -80,7 +81,7 @@ def _unbind(given: Given) -> Iterator[tuple[int, Any]]:
 
 
 def _embedding(given: Given) -> Iterator[tuple[int, Any]]:
-    yield 0, POSITIONS if not is_input(given["indices"]) else 1
+    yield 0, given["indices"] if not is_input(given["indices"]) else 1
     if given["padding_idx"] < POSITIONS:
         yield 0, given["padding_idx"] + 1
 

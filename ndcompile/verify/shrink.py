@@ -107,7 +107,8 @@ def tables(program: Program, mesh: MeshSpec, alone: SizeFacts) -> Iterator[dict[
     for each in (facts, alone):
         rules += [*_equalities(each), *_halves(each), *_ends(each), *_places_within(each)]
     rules += _full(facts, mesh)
-    yield from _Search(names, real, rules).tables()
+    yield from _Search(names, real, rules, all_differ=True).tables()
+    yield from _Search(names, real, rules, all_differ=False).tables()
 
 
 def _names(facts: SizeFacts) -> set[str]:
@@ -215,13 +216,19 @@ def _full(facts: SizeFacts, mesh: MeshSpec) -> Iterator[_Rule]:
         yield _Rule(frozenset(_words(text)), holds, text, value)
 
 
+_Numbers = list[int] | tuple[int, ...]
+"""What may be tried for a name; a tuple is what a rule tells of others, which may be larger."""
+
+
 class _Search:
-    """Number after number, first of the name that the others leave the fewest for; back where none is left. What is a
-    product or a sum of others comes after them: it may be larger than what is tried.
+    """Number after number, back where none is left for a name. Those come first that have to do with what is chosen, so
+    that what cannot be shows soon, and of them the one with the fewest numbers left. What is a product or a sum of
+    others comes after them: it may be larger than what is tried. Numbers differ where those of the program do; but for
+    `all_differ`, what the others tell may be equal to another's.
     """
 
-    def __init__(self, names: list[str], real: Mapping[str, int], rules: list[_Rule]) -> None:
-        self._real, self._tried = real, 0
+    def __init__(self, names: list[str], real: Mapping[str, int], rules: list[_Rule], all_differ: bool) -> None:
+        self._real, self._all_differ, self._tried = real, all_differ, 0
         self._about = {name: [rule for rule in rules if name in rule.names] for name in names}
         self._made = {name: [r for r in self._about[name] if r.name == name and len(r.names) > 2] for name in names}
         self._open = {name: self._allowed(name, self._candidates(name), {}) for name in names}
@@ -234,30 +241,35 @@ class _Search:
         real = self._real[name]
         return [*range(2, LARGEST + 1 if real < 8 else min(LARGEST + 1, real)), real]
 
-    def _from(self, table: dict[str, int], left: Mapping[str, list[int]]) -> Iterator[dict[str, int]]:
+    def _from(self, table: dict[str, int], left: Mapping[str, _Numbers]) -> Iterator[dict[str, int]]:
         if not left:
             self._tried = 0
             yield dict(table)
             return
-        name = min(left, key=lambda name: (self._waits(name, left), len(left[name])))
+        name = min(left, key=lambda name: (self._waits(name, left), not self._beside(name, table), len(left[name])))
         for number in left[name]:
             self._tried += 1
             if self._tried > TRIED:
                 return
-            if number != self._real[name] and any(
-                table[other] == number and self._real[other] != self._real[name] for other in table
-            ):
+            told = isinstance(left[name], tuple) and not self._all_differ
+            if not told and number != self._real[name] and self._is_anothers(number, name, table):
                 continue
             narrowed = self._narrowed(name, table | {name: number}, left)
             if narrowed is not None:
                 yield from self._from(table | {name: number}, narrowed)
 
-    def _waits(self, name: str, left: Mapping[str, list[int]]) -> bool:
+    def _waits(self, name: str, left: Mapping[str, _Numbers]) -> bool:
         return len(left[name]) > 1 and any((rule.names - {name}) & left.keys() for rule in self._made[name])
 
+    def _is_anothers(self, number: int, name: str, table: Mapping[str, int]) -> bool:
+        return any(table[other] == number and self._real[other] != self._real[name] for other in table)
+
+    def _beside(self, name: str, table: Mapping[str, int]) -> bool:
+        return any(rule.names & table.keys() for rule in self._about[name])
+
     def _narrowed(
-        self, name: str, table: Mapping[str, int], left: Mapping[str, list[int]]
-    ) -> dict[str, list[int]] | None:
+        self, name: str, table: Mapping[str, int], left: Mapping[str, _Numbers]
+    ) -> dict[str, _Numbers] | None:
         """What is left for the others, or none where a rule of this name does not hold."""
         narrowed = {other: numbers for other, numbers in left.items() if other != name}
         known = [(rule, rule.names - table.keys()) for rule in self._about[name]]
@@ -266,15 +278,17 @@ class _Search:
         for rule, unknown in known:  # what a rule tells may be larger than what is tried
             if rule.value is not None and unknown == {rule.name}:
                 value, numbers = rule.value(table), narrowed[rule.name]
-                narrowed[rule.name] = [value] if value in numbers or (value > LARGEST and len(numbers) > 1) else []
+                told = isinstance(numbers, tuple)
+                is_new = not told and value not in self._candidates(rule.name)
+                narrowed[rule.name] = (value,) if value in numbers or is_new else ()
         for other in {other for _, unknown in known if len(unknown) == 1 for other in unknown}:
             narrowed[other] = self._allowed(other, narrowed[other], table)
         return narrowed if all(narrowed.values()) else None
 
-    def _allowed(self, name: str, numbers: list[int], table: Mapping[str, int]) -> list[int]:
+    def _allowed(self, name: str, numbers: _Numbers, table: Mapping[str, int]) -> _Numbers:
         """Those with which each rule holds that needs no other number."""
         rules = [rule for rule in self._about[name] if rule.names - {name} <= table.keys()]
-        return [n for n in numbers if all(rule.holds({**table, name: n}) for rule in rules)]
+        return type(numbers)(n for n in numbers if all(rule.holds({**table, name: n}) for rule in rules))
 
 
 # ---- the program ---------------------------------------------------------------------------------------------------
