@@ -35,17 +35,13 @@ from ndcompile.regions import inline_regions
 from ndcompile.remat import Kept, Remat, Reshard, read_kept
 from ndcompile.runtime import private
 from ndcompile.synonyms import replace_synonyms
-from ndcompile.twin import (
+from ndcompile.twin import cast_inputs, cast_parameters, name_keywords, on_meta, refuse_hooks
+from ndcompile.while_traced import (
     WhereInputsAre,
     around_forward,
     autocast_where_inputs_are,
-    cast_inputs,
-    cast_parameters,
     drawn_by_torch,
     inference_is_no_grad,
-    name_keywords,
-    on_meta,
-    refuse_hooks,
     registered_as_values,
 )
 from ndcompile.withheld import Asked, Withheld

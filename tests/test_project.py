@@ -31,7 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inputs": {"runtime"},
     "counts": {"runtime"},
     "blocks": set(),
-    "twin": {"counts", "blocks", "held"},
+    "twin": {"blocks", "held"},
+    "while_traced": {"counts"},
     "held": set(),
     "regions": {"autocast"},
     "literals": {"runtime"},
@@ -64,7 +65,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "counts",
         "precision",
     }
-    | {"blocks", "drawn", "own_backward", "withheld", "borders", "fold", "remat", "conditions", "known"},
+    | {"blocks", "drawn", "own_backward", "withheld", "borders", "fold", "remat", "conditions", "known"}
+    | {"while_traced"},
     "dtypes": {"rules"},
     "checks": {"placement", "mesh", "duties", "deduction"},
     "deduction": {"placement", "mesh", "size"},
