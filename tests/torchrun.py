@@ -24,6 +24,17 @@ def join(seconds: float = 300.0) -> torch.device:
     return device
 
 
+def join_on_one_gpu(seconds: float = 300.0) -> torch.device:
+    """Be one of several ranks on one GPU, over gloo, which NCCL refuses. Copies between ranks need
+    `TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`.
+    """
+    if not torch.cuda.is_available():
+        return join(seconds)
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:gloo", timeout=timedelta(seconds=seconds))
+    return torch.device("cuda", 0)
+
+
 def alone(ranks: int) -> torch.device:
     """Be rank 0 of a world whose other ranks are not there: a collective copies (torch's fake process group)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

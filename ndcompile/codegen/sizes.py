@@ -10,9 +10,9 @@ from typing import Any
 import sympy
 from torch import fx
 
-from ndcompile.codegen.made_sizes import made_sizes
+from ndcompile.codegen.made_sizes import Texts, made_sizes
 from ndcompile.codegen.names import value_name
-from ndcompile.codegen.reached import POSITIONS, is_input, reached
+from ndcompile.codegen.reached import POSITIONS, SLICES, is_input, reached
 from ndcompile.codegen.written import written
 from ndcompile.mesh import MeshSpec
 from ndcompile.rules.notation import Signature
@@ -221,40 +221,49 @@ class SizeNames:
                 constant = [f for f in factors if signature.sizes[f].constant and signature.sizes[f] != ONE]
                 yield from ((self._factor(node, f), str(signature.sizes[f])) for f in constant)
 
-    def _sums(self, node: fx.Node, dims: Mapping[str, tuple[str | None, ...]]) -> Iterator[tuple[str, str]]:
+    def _sums(self, node: fx.Node, dims: Mapping[str, Texts]) -> Iterator[tuple[str, str]]:
         """Dims that are put together from others, or cut from them."""
         name = op_name(node.target) if node.op == "call_function" else ""
         yield from made_sizes(node, dims)
-        if name == "aten.slice_scatter.default":
-            source, part, given = *operands(node)[:2], arguments(node)
-            at = given["dim"] % len(node.meta["sizes"])
-            if isinstance(part.meta["sizes"][at], int) and not isinstance(given["end"], fx.Node):
-                yield str(dims[part.name][at]), self._length(source, at, given)
+        if "sizes" not in node.meta:
             return
-        if name not in ("aten.cat.default", "aten.slice.Tensor", "_operator.getitem") or "sizes" not in node.meta:
-            return
-        values = operands(node)
         if name == "_operator.getitem":
-            if op_name(values[0].target) not in IN_PIECES:
-                return
-            source = operands(values[0])[0]
-            for dim, size in enumerate(node.meta["sizes"]):
-                if isinstance(size, int):
-                    yield str(dims[node.name][dim]), self.fraction(source, dim, size)
-            listed = arguments(values[0]).get("split_sizes", ())
-            at = arguments(values[0])["dim"] % len(node.meta["sizes"])
-            if listed and isinstance(source.meta["sizes"][at], int):
-                yield str(dims[source.name][at]), " + ".join(self.fraction(source, at, n) for n in listed)
+            yield from self._pieces(node, dims)
+        elif name == "aten.cat.default":
+            dim = arguments(node)["dim"] % len(node.meta["sizes"])
+            if isinstance(node.meta["sizes"][dim], int):
+                yield str(dims[node.name][dim]), " + ".join(str(dims[v.name][dim]) for v in operands(node))
+        elif name in SLICES:
+            yield from self._slices(node, dims)
+
+    def _pieces(self, node: fx.Node, dims: Mapping[str, Texts]) -> Iterator[tuple[str, str]]:
+        """A piece of a dim that was cut, or one of its entries."""
+        (cut,) = operands(node)
+        source, given, name = operands(cut)[0], arguments(cut), op_name(cut.target)
+        if name == "aten.unbind.int":
+            left = list(dims[source.name])
+            left.pop(given["dim"])
+            pairs = zip(dims[node.name], left, strict=True)
+            yield from ((one, two) for one, two in pairs if one is not None and two is not None)
+        if name not in IN_PIECES:
             return
-        dim = arguments(node)["dim"] % len(node.meta["sizes"])
-        if not isinstance(node.meta["sizes"][dim], int):
-            return
-        if name == "aten.cat.default":
-            yield str(dims[node.name][dim]), " + ".join(str(dims[v.name][dim]) for v in values)
-        elif not isinstance(values[0].meta["sizes"][dim], int):
-            yield str(dims[node.name][dim]), str(node.meta["sizes"][dim])
-        elif not isinstance(arguments(node)["end"], fx.Node):
-            yield str(dims[node.name][dim]), self._length(values[0], dim, arguments(node))
+        for dim, size in enumerate(node.meta["sizes"]):
+            if isinstance(size, int):
+                yield str(dims[node.name][dim]), self.fraction(source, dim, size)
+        listed, at = given.get("split_sizes", ()), given["dim"] % len(node.meta["sizes"])
+        if listed and isinstance(source.meta["sizes"][at], int):
+            yield str(dims[source.name][at]), " + ".join(self.fraction(source, at, n) for n in listed)
+
+    def _slices(self, node: fx.Node, dims: Mapping[str, Texts]) -> Iterator[tuple[str, str]]:
+        """A part of a dim that is taken, or written over."""
+        source, part = operands(node)[0], (*operands(node)[1:], node)[0]
+        given = arguments(node)
+        dim = given["dim"] % len(node.meta["sizes"])
+        size, text = part.meta["sizes"][dim], str(dims[part.name][dim])
+        if isinstance(size, int) and not isinstance(source.meta["sizes"][dim], int):
+            yield text, str(size)
+        elif isinstance(size, int) and not isinstance(given["end"], fx.Node):
+            yield text, self._length(source, dim, given)
 
     def _length(self, source: fx.Node, dim: int, given: Mapping[str, Any]) -> str:
         size = source.meta["sizes"][dim]

@@ -274,9 +274,10 @@ def test_a_number_beside_a_symbol_keeps_its_size() -> None:
     assert report.equal and "n2000 = 2000" not in report.sizes[0], report
 
 
-@pytest.mark.parametrize(
-    "name", ["remembers", "residuals outside", "nn.LSTM, both ways, with dropout", "U-Net", "group norm"]
-)
+@pytest.mark.parametrize("name", [
+    "remembers", "residuals outside", "nn.LSTM, both ways, with dropout", "U-Net", "group norm", "GPT-NeoX", "Falcon",
+    "Mamba", "ModernBERT", "DeBERTa-v2", "T5 with dropout", "GPT-OSS",
+])  # fmt: skip
 def test_what_models_of_other_kinds_have_is_the_same_at_small_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers that are written, what the root does between blocks, gates, places that are numbers, images."""
     monkeypatch.setattr(cases, "ELEMENTS", 0)
