@@ -111,27 +111,30 @@ def _small(program: Program, alone: Any, mesh: MeshSpec, sizes: dict[str, int]) 
 
 
 def _left_out(graph: fx.GraphModule) -> frozenset[str]:
-    kept: set[str] = set()
-    gone: set[str] = set()
-    runs = _of_several_blocks(graph)
-    for place in _places(graph):
-        keeps = _shorter(place, runs)
-        kept |= set(keeps)
-        gone |= set(place.stands_for) - set(keeps)
-    return frozenset(gone - kept)
+    """Blocks of rounds that no run needs: each keeps its first ones, with all of their blocks."""
+    places = _places(graph)
+    runs = _rounds(places)
+    kept = {block for place in places if place.round == 0 or place.run not in runs for block in place.stands_for}
+    more = {block for rounds in runs.values() for blocks in rounds[:ROUNDS] for block in blocks}
+    while not more <= kept:
+        kept |= more
+        more = {b for rounds in runs.values() for blocks in rounds if not kept.isdisjoint(blocks) for b in blocks}
+    return frozenset({block for rounds in runs.values() for blocks in rounds for block in blocks} - kept)
 
 
 def _places(graph: fx.GraphModule) -> set[Place]:
     return {n.meta["place"] for n in graph.graph.nodes if n.meta.get("place") is not None}
 
 
-def _of_several_blocks(graph: fx.GraphModule) -> frozenset[int | None]:
-    """The runs whose rounds are as many as a list has blocks; others call one block again and again."""
-    return frozenset(place.run for place in _places(graph) if len(set(place.stands_for)) > 1)
-
-
-def _shorter(place: Place, runs: frozenset[int | None]) -> tuple[str, ...]:
-    return place.stands_for[:ROUNDS] if place.run in runs else place.stands_for
+def _rounds(places: set[Place]) -> dict[int | None, list[set[str]]]:
+    """The blocks of each round that a run's second one stands for, where these are as many as a list has blocks: other
+    runs call one block again and again.
+    """
+    listed: dict[int | None, list[tuple[str, ...]]] = {}
+    for place in places:
+        if len(set(place.stands_for)) > 1:
+            listed.setdefault(place.run, []).append(place.stands_for)
+    return {run: [set(blocks) for blocks in zip(*each, strict=True)] for run, each in listed.items()}
 
 
 def _inside(name: str, blocks: frozenset[str]) -> bool:
@@ -163,13 +166,17 @@ def _resized(graph: fx.GraphModule, facts: SizeFacts, sizes: Mapping[str, int]) 
 
 
 def shortened(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy in which runs have as many rounds as are kept."""
-    new, runs = copied(graph), _of_several_blocks(graph)
+    """A copy in which runs have the rounds whose blocks are kept."""
+    new, without = copied(graph), _left_out(graph)
+    runs = _rounds(_places(graph))
     for node in new.graph.nodes:
-        if node.meta.get("place") is not None:
-            node.meta["place"] = replace(node.meta["place"], stands_for=_shorter(node.meta["place"], runs))
+        place = node.meta.get("place")
+        if place is not None and place.round == 1 and place.run in runs:
+            rounds = zip(place.stands_for, runs[place.run], strict=True)
+            kept = tuple(block for block, blocks in rounds if without.isdisjoint(blocks))
+            node.meta["place"] = replace(place, stands_for=kept)
         if "stands_for" in node.meta:
-            node.meta["stands_for"] = node.meta["stands_for"][:ROUNDS]
+            node.meta["stands_for"] = tuple(name for name in node.meta["stands_for"] if not _inside(name, without))
     return new
 
 

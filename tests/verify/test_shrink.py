@@ -284,3 +284,26 @@ def test_what_models_of_other_kinds_have_is_the_same_at_small_sizes(name: str, m
     model, batch = MODELS[name](4)
     report = nd.verify(nd.compile(model, "dp_shard=2, tp=2", batch), model, seeds=1)
     assert report.equal and "same ops" in {claim.kind for claim in report.claims}, report
+
+
+class Twice(nn.Module):
+    """All of its layers, then those from the third on: the first run needs other blocks than the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12)) for _ in range(9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        x = x * 2
+        for layer in self.layers[4:]:
+            x = x + layer(x)
+        return x
+
+
+def test_blocks_that_another_run_needs_stay_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "ELEMENTS", 0)
+    program = nd.compile(Twice(), "dp_shard=2", torch.zeros(4, 12))
+    report = nd.verify(program, seeds=1)
+    assert report.equal and "without" in report.sizes[0], report
