@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,15 @@ def test_answers_are_conditions(name: str) -> None:
     way, wanted = ASKED[name]
     program = nd.compile(Asks(way), "dp_shard=2", torch.zeros(4, 12, 6), dynamic_dims={"x": {0: "b", 1: "s"}})
     assert program.manifest.conditions == wanted
+
+
+def test_what_a_library_asks_whose_name_begins_as_torchs_is_a_condition() -> None:
+    """torchvision's files stand in a folder beside torch's."""
+    held: dict[str, Any] = {}
+    text = "def way(y, table):\n    return y * 2 if y.shape[1] != 20 else y * 3\n"
+    exec(compile(text, f"{Path(torch.__file__).parent}vision/models.py", "exec"), held)
+    program = nd.compile(Asks(held["way"]), "dp_shard=2", torch.zeros(4, 12, 6), dynamic_dims=LENGTHS)
+    assert program.manifest.conditions == ["s != 20"]
 
 
 def test_a_condition_is_looked_at_with_global_sizes() -> None:

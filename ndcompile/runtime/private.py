@@ -301,7 +301,7 @@ def fixed_at(value: Tensor, size: int) -> traceback.FrameSummary | None:
 
 
 def _is_torchs(place: traceback.FrameSummary | None) -> bool:
-    return place is not None and place.filename.startswith(str(Path(torch.__file__).parent))
+    return place is not None and Path(torch.__file__).parent in Path(place.filename).parents
 
 
 def bounds(size: Any, ranges: Mapping[Any, tuple[int, int | None]]) -> tuple[Any, Any]:

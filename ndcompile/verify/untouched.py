@@ -34,7 +34,8 @@ def claim(program: Program, model: nn.Module, microbatches: int, device: torch.d
 
     if isinstance(program, Small):
         return told(None, f"the model has more than {ELEMENTS:,} parameters; a smaller one of its classes says it")
-    sample, domain = draw(program, Float64(0, device), model, microbatches), Float64(0, device)
+    domain = Float64(0, device)
+    sample = draw(program, domain, model, microbatches)
     found, draws = on_one_device(program, sample, domain), SameDraws(program, sample.key)
     try:
         right = _of_modules(program, model, sample, draws, device)
